@@ -21,13 +21,13 @@ Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
 
 
 class DeviceKind(Protocol):
-    """A kind of device that torch's own operations cannot copy to and from, such as XLA devices."""
+    """Copies tensors to and from devices of one kind, such as XLA, in place of torch's own copies."""
 
     def put(self, tensors: Sequence[Any], device: Any) -> list[Any]:
-        """Return copies of CPU `tensors` on `device`."""
+        """Return copies on `device`, a device of this kind, of `tensors` in host memory."""
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return copies in host memory of `tensors` that are on devices of this kind."""
+        """Return copies in host memory of `tensors` on devices of this kind."""
 
 
 # The device kinds by torch's name of the kind. `mpistrat.xla` adds "xla" when the process first uses an XLA device.
@@ -46,10 +46,12 @@ def gradients_are_on() -> bool:
 
 
 def default_device() -> AbstractContextManager[object]:
-    """Return a context in which another thread has the default device of this thread (`torch.set_default_device`).
+    """Return a context that gives another thread the default device of this thread (`torch.set_default_device`).
 
-    Returns: the torch.device; a context without effect if the default device is the CPU or an XLA device, or if torch
-        is not loaded. On an XLA device, two threads would record into one graph.
+    This thread calls the function; a thread that loads examples for it enters the context.
+
+    Returns: the torch.device, because it is such a context. A context without effect if torch is not loaded, or if the
+        default device is the CPU or an XLA device: two threads would record into one XLA graph.
     """
     device: Any = None
     with suppress(KeyError, AttributeError):  # torch 2.9: after set_default_device(None)
@@ -58,7 +60,7 @@ def default_device() -> AbstractContextManager[object]:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether `value` is a torch DTensor: each rank has one part of it."""
+    """Whether `value` is a torch DTensor: a tensor that is split over ranks."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -69,7 +71,7 @@ def is_cupy(value: object) -> bool:
 
 
 def is_on_gpu(array: Array) -> bool:
-    """Whether `array` is in the memory of an accelerator that has streams: CuPy's, or any that torch has except XLA."""
+    """Whether `array` is in the memory of an accelerator with streams: CuPy's, or any device of torch except XLA's."""
     return is_on_accelerator(array) and not is_on_xla(array)
 
 
@@ -89,14 +91,14 @@ def is_array(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a Python number. NumPy's scalars are none, not even np.float64, a subclass of float."""
+    """Whether `value` is a Python number. False for NumPy's scalars, also for np.float64, a subclass of float."""
     return isinstance(value, _NUMBERS) and not isinstance(value, np.generic)
 
 
 def as_array(value: Any) -> Array:
-    """Return `value` itself if it is an array; else a NumPy array of a Python number, or of a list of numbers.
+    """Return `value` itself if it is an array; else a NumPy array of the number, or of the list or tuple of numbers.
 
-    Raises: TypeError if `value` is neither an array nor made of numbers.
+    Python floats become float64, see `as_operand`.   Raises: TypeError if `value` is neither an array nor numbers.
     """
     if is_array(value):
         return value
@@ -108,7 +110,7 @@ def as_array(value: Any) -> Array:
 
 
 def as_operand(value: Any) -> Array:
-    """Return `value` as an array like `as_array`, but make float32 of Python floats, as tf.distribute and torch do."""
+    """Return `value` as an array by `as_array`, but make float32 of Python floats, as tf.distribute and torch do."""
     array = as_array(value)
     made = array is not value and array.dtype.kind == "f"
     return array.astype(np.float32) if made else array
@@ -149,7 +151,10 @@ def itemsize(array: Array) -> int:
 
 
 def itemsize_of(dtype: Any) -> int | None:
-    """Return the bytes of one element of `dtype`, a name or a dtype of any library; None for strings and objects."""
+    """Return the number of bytes of one element of `dtype`, a name or a dtype of any library.
+
+    Returns: None for texts and Python objects.
+    """
     if isinstance(dtype, str) and dtype == "string":
         return None
     try:
@@ -178,12 +183,12 @@ def is_bool(array: Array) -> bool:
 
 
 def detach(array: Array) -> Array:
-    """Return an array over the same memory that is detached from autograd; NumPy and CuPy arrays as they are."""
+    """Return a tensor over the memory of `array` that is detached from autograd; a NumPy or CuPy array itself."""
     return array.detach() if is_torch(array) else array
 
 
 def detach_read(value: Any) -> Any:
-    """Return the value of a variable (by its `read_value`), or `value` itself; tensors are detached from autograd."""
+    """Return the value of a variable (by its `read_value`), or `value` itself. A tensor is returned as by `detach`."""
     if hasattr(value, "read_value"):
         value = value.read_value()
     return detach(value)
@@ -205,7 +210,7 @@ def zeros(shape: Sequence[int], like: Array) -> Array:
 
 
 def cast(array: Array, dtype: Any) -> Array:
-    """Return `array` converted to `dtype`, a name or a dtype of the array's library.
+    """Return `array` converted to `dtype`, a dtype's name or a dtype of the array's library.
 
     Raises: TypeError if the array's library has no such dtype.
     """
@@ -218,14 +223,20 @@ def cast(array: Array, dtype: Any) -> Array:
 
 
 def as_tensor(value: Any) -> Any:
-    """Return a tensor of `value` on the device of `value`, not on torch's default device; an array shares memory."""
+    """Return `value` as a tensor on its device, or on the CPU if it has none; never on torch's default device.
+
+    A tensor is returned itself; the tensor of an array shares the array's memory.
+    """
     import torch
 
     return torch.as_tensor(value, device=getattr(value, "device", "cpu"))
 
 
 def cast_like(array: Array, like: Array) -> Array:
-    """Return `array` converted to the library, dtype and device of `like`; so a NumPy array may become a tensor."""
+    """Return `array` converted to the library, dtype and device of `like`, so that a NumPy array may become a tensor.
+
+    The result shares the memory of `array` if nothing need be converted.
+    """
     if is_torch(like):
         return as_tensor(array).to(like)
     if is_cupy(like):
@@ -236,19 +247,23 @@ def cast_like(array: Array, like: Array) -> Array:
 
 
 def scatter(array: Array, indices: Array, rows: Array, combine: str) -> Array:
-    """Return a copy of `array` in which `scatter_into` has combined the rows at `indices` with `rows`."""
+    """Return a copy of `array` in which `scatter_into` has combined the rows at `indices` with `rows`.
+
+    `array` stays unchanged.
+    """
     result = copy(array)
     scatter_into(result, indices, rows, combine)
     return result
 
 
 def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> None:
-    """Combine row `indices[i]` of `result` with `rows[i]`, in place. An index that occurs twice counts twice.
+    """Combine row `indices[i]` of `result` with `rows[i]`, for each i, in place. A repeated index counts each time.
 
     Args:
         indices: integer array of shape [rows].
-        rows: array or variable of shape [rows, ...].
-        combine: "add", "sub", "mul", "div", "min", "max" or "update" (replace the row).
+        rows: array or variable of shape [rows, ...], of any library; it is converted to the dtype of `result`.
+        combine: "add", "sub", "mul", "div", "min", "max" or "update". "update" replaces the row; of the rows with a
+            repeated index any one may stay.
     """
     rows = cast_like(detach_read(rows), result)
     if is_torch(result):
@@ -283,7 +298,7 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
 
 
 def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
-    """Return `axis`, an int or several, as a tuple of axes counted from the front.
+    """Return `axis` (an integer, or a list or tuple of them) as a tuple of axes counted from the first, 0.
 
     Raises: ValueError if an axis is no integer, or is out of range for `array`.
     """
@@ -299,7 +314,7 @@ def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def sum_over(array: Array, axes: tuple[int, ...]) -> Array:
-    """Return the sum of `array` over `axes`, in the dtype of `array` (integers do not widen).
+    """Return the sum of `array` over `axes`. It has the dtype of `array`, so that small integers may overflow.
 
     Raises: TypeError if `array` has booleans.
     """
@@ -309,7 +324,10 @@ def sum_over(array: Array, axes: tuple[int, ...]) -> Array:
 
 
 def count_over(array: Array, axes: tuple[int, ...]) -> np.ndarray:
-    """Return how many elements `sum_over(array, axes)` adds up for each element of its result: an int64 of shape []."""
+    """Return the number of elements that `sum_over(array, axes)` adds for one element of its result.
+
+    Returns: an int64 array of NumPy of shape [], so that the ranks can add their numbers for a mean.
+    """
     return np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
 
 
@@ -319,9 +337,9 @@ def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
 
 
 def on_one_device(values: Sequence[Array]) -> list[Array]:
-    """Return `values`, of one library, on the device of the first; copy the others to this device.
+    """Return `values`, of one library, in the same order on the device of the first; copy the others to this device.
 
-    The streams of both devices order each copy. IndexedSlices stay where they are.
+    The streams of both devices order each copy, so no caller need wait for it. IndexedSlices stay on their device.
     """
     first = values[0]
     if is_torch(first):
@@ -340,7 +358,10 @@ def flipped(array: Array) -> Array:
 
 
 def true_divide(array: Array, divisor: Any) -> Array:
-    """Return `array / divisor`. Integers of at most 16 bits give float32, wider integers float64; 0 / 0 is NaN."""
+    """Return `array / divisor` as floats. Integers of at most 16 bits give float32, wider integers float64.
+
+    0 / 0 is NaN, without a warning.
+    """
     if is_integer(array):
         array = cast(array, "float64" if itemsize(array) > 2 else "float32")
     with np.errstate(all="ignore"):  # 0 / 0 is the mean of no elements: NaN, without a warning
@@ -349,7 +370,11 @@ def true_divide(array: Array, divisor: Any) -> Array:
 
 
 def to_host(array: Array) -> Array:
-    """Return `array` as a C-contiguous CPU tensor or NumPy array; copy it unless it already is one."""
+    """Return `array` in host memory, C-contiguous and detached from autograd: a tensor, else a NumPy array.
+
+    Returns: an array over the memory of `array` if that is in host memory and contiguous; else a copy, complete on
+        return.
+    """
     if array.__class__ is np.ndarray:
         return np.asarray(array, order="C")
     if is_torch(array):
@@ -364,7 +389,10 @@ def to_host(array: Array) -> Array:
 
 
 def to_numpy(array: Array) -> np.ndarray:
-    """Return a NumPy view or copy of `array`, only for reading. NumPy lacks bfloat16, so bfloat16 becomes float32."""
+    """Return `array` as a NumPy array, only for reading, because it may share the memory of `array`.
+
+    NumPy lacks bfloat16, so bfloat16 becomes float32.
+    """
     host = to_host(array)
     if is_torch(host):
         if dtype_name(host) == "bfloat16":
@@ -374,9 +402,9 @@ def to_numpy(array: Array) -> np.ndarray:
 
 
 def to_device_of(array: Array, like: Array) -> Array:
-    """Copy `array`, which is in host memory, to the device and the library of `like`.
+    """Return `array` on the device and in the library of `like`. `array` must be in host memory.
 
-    Returns: `array` itself if `like` is a NumPy array; else an array that the current stream may still be copying.
+    Returns: `array` itself if `like` is in host memory; else a copy that the current stream may still be making.
     """
     if is_torch(like):
         return array.to(like.device, non_blocking=True)
@@ -390,8 +418,8 @@ def to_device_of(array: Array, like: Array) -> Array:
 def to_device(array: Array, device: str) -> Array:
     """Return `array` on `device` ("cpu", "cuda:1", "xla:0", …) if it is a tensor; else return `array` itself.
 
-    "cpu:0" and "cpu:1" name replicas that share host memory. A copy from pinned memory runs on the current stream;
-    this function does not wait for the stream.
+    A tensor that is on `device` already is returned itself. "cpu:0" and "cpu:1" name replicas that share host memory. A
+    copy from pinned memory to a GPU runs on the current stream; this function does not wait for it.
     """
     if is_torch(array):
         kind, _, index = device.partition(":")

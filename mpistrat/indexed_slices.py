@@ -13,9 +13,10 @@ class IndexedSlices:
     """Some rows of an array: row `indices[i]` of the whole array is `values[i]`.
 
     Args:
-        values: the rows, an array of shape [rows, ...] or a list of numbers. Python floats become float32.
-        indices: the positions of the rows, an integer array of shape [rows] or a list. An index may occur more than
-            once.
+        values: the rows, an array of shape [rows, ...] or a list of numbers. Python floats become float32. An array is
+            not copied.
+        indices: the numbers of the rows in the whole array, an integer array of shape [rows] or a list. An index may
+            occur more than once.
         dense_shape: the whole array's shape; None if it is not known.
     Raises: ValueError if there is not one index for each row, or if `dense_shape` has another number of dimensions than
         `values`; TypeError if `indices` are no integers.

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-# The leaves of a structure, its text by `describe`, and a function that arranges other leaves in the same shape.
+# The leaves of a structure, its text by `describe`, and a function from a list of leaves to a structure of that shape.
 _Apart: TypeAlias = tuple[list[Any], str, Callable[[list[Any]], Any]]
 
 
@@ -36,7 +36,11 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def rebuild(like: Any, children: list[Any]) -> Any:
-    """Return a structure of the type of `like` with `children` in the order of the elements (or keys) of `like`."""
+    """Return a structure of the type of `like` with the elements `children`.
+
+    For a mapping, `children` are in the order of insertion of the keys of `like`, not in sorted order. `children` are
+    not flattened: each replaces one element of `like`.
+    """
     if isinstance(like, Mapping):
         make: Any = type(like)
         pairs = dict(zip(like, children, strict=True))
@@ -49,7 +53,10 @@ def rebuild(like: Any, children: list[Any]) -> Any:
 
 
 def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
-    """Return a structure like `structure` with `fn` applied to every leaf, in the order of `flatten`."""
+    """Return a structure of the shape of `structure`, with `fn(leaf)` in place of each leaf.
+
+    `fn` is called in the order of `flatten`. If `structure` is no structure, the result is `fn(structure)`.
+    """
     if not is_structure(structure):
         return fn(structure)
     leaves, _, arrange = take_apart(structure)
@@ -62,9 +69,10 @@ def flatten(structure: Any) -> list[Any]:
 
 
 def take_apart(structure: Any) -> _Apart:
-    """Return the leaves of a structure, its text (see `describe`), and a function that arranges other leaves alike.
+    """Return the leaves of a structure, its text by `describe`, and a function that makes such a structure of leaves.
 
-    The function takes a list of as many leaves and returns a structure of the same shape.
+    The function takes a list of as many leaves and returns a structure of the shape of `structure`. If `structure` is
+    no structure, it is the only leaf, and its text is "*".
     """
     if not is_structure(structure):
         return [structure], "*", operator.itemgetter(0)
@@ -88,7 +96,7 @@ def take_apart(structure: Any) -> _Apart:
 def _arranged(
     structure: Any, keys: list[Any] | None, nested: list[_Apart], leaves: list[Any]
 ) -> Any:
-    """Return a structure of the shape of `structure`, made of other `leaves`.
+    """Return a structure of the shape of `structure`, made of `leaves`, in the order of `flatten`.
 
     Args:
         keys: the sorted keys of `structure` if it is a mapping; else None.
@@ -105,7 +113,7 @@ def _arranged(
 
 
 def _are_leaves(children: Any) -> bool:
-    """Whether none of `children` is a structure. Only their distinct classes are looked at: these are few."""
+    """Whether none of `children` is a structure. It looks at their distinct classes only, because these are few."""
     return not any(map(_is_structure, set(map(type, children))))
 
 
@@ -115,5 +123,8 @@ def pack_like(structure: Any, flat: list[Any]) -> Any:
 
 
 def describe(structure: Any) -> str:
-    """Return the shape of `structure` as text, with "*" for each leaf: "{'a': [*, *]}". Equal shapes, equal texts."""
+    """Return the shape of `structure` as text, with "*" for each leaf: "{'a': [*, *]}".
+
+    Structures of equal shapes have equal texts. A namedtuple's text is a tuple's; a mapping's keys are sorted.
+    """
     return take_apart(structure)[1]

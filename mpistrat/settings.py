@@ -1,7 +1,7 @@
 """The MPISTRAT_* environment variables: their meaning, and how they are read. No other module reads them.
 
-The page docs/settings.md is made from the table `SETTINGS`. Call a row to read its variable: `stall_seconds()` returns
-a number.
+The page docs/settings.md is made from the table `SETTINGS`. Call a setting to read its variable, such as
+`stall_seconds()`: it returns a number.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Setting(Generic[T]):
 
     Attributes:
         name: the variable's name, such as "MPISTRAT_STALL_SECONDS".
-        default: the text that is parsed when the variable is not set.
+        default: the text that is parsed if the variable is not set.
         unit: the kind of text that users give: "seconds", "a folder", ….
         read_by: the processes that read the variable, and when.
         meaning: the variable's meaning, for users, in full sentences.
-        parse: returns the value of a text; raises ValueError if the text is no valid value.
-        expected: a description of valid values, for the error message.
-        internal: whether only the package itself sets the variable, and users must not.
+        parse: converts a text to the setting's value; raises ValueError if the text is no valid value.
+        expected: a description of valid values, for the error message; "" if all texts are valid.
+        internal: True if only the package itself sets the variable, and users must not set it.
     """
 
     name: str
@@ -163,9 +163,9 @@ USERS_CACHE = "XDG_CACHE_HOME"
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the absolute path of the folder that keeps measurements; the folder need not exist.
+    """Return the absolute path of the folder that keeps measurements of transports for later jobs. It need not exist.
 
-    Returns: None if nothing is kept: MPISTRAT_CACHE is "off", or the user has no home folder.
+    Returns: None if MPISTRAT_CACHE is "off", or if the user has no home folder: then nothing is kept.
     """
     if folder := _cache(environ):
         return None if folder.lower() == "off" else os.path.abspath(folder)
@@ -180,10 +180,10 @@ _traced_to: str | None = None
 
 
 def trace_folder(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Return the absolute path of the trace's folder; None if nothing is to be traced.
+    """Return the absolute path of the folder for the job's timeline; None if nothing is to be traced.
 
-    The function removes MPISTRAT_TRACE from `environ` and remembers its value for later calls. Otherwise a program that
-    this process starts would take itself for a rank of the job, and write to the same files.
+    The function removes MPISTRAT_TRACE from `environ`, and remembers its value for later calls. Otherwise a program
+    that this process starts would read the variable, too, and write to the same files.
     """
     global _traced_to
     _traced_to = _trace(environ) or _traced_to
@@ -201,7 +201,10 @@ _OF_THE_JOB = "HOSTNAME"
 
 
 def transport_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables that choose how MPI moves bytes, sorted by name."""
+    """Return the variables in `environ` that choose how MPI moves bytes, from name to text, sorted by name.
+
+    Called by: the measurement of transports, because a stored result counts only for equal variables.
+    """
     return {
         name: environ[name]
         for name in sorted(environ)

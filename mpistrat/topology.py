@@ -101,7 +101,7 @@ class Topology:
         return self.hosts[self.node] if self.hosts else ""
 
     def ranks_on_node(self, node: int) -> tuple[int, ...]:
-        """Return the ranks of the node number `node`, ascending.
+        """Return the ranks that are on node number `node`, ascending.
 
         Raises: ValueError if the job has no such node; TypeError if `node` is no int.
         """
@@ -112,9 +112,10 @@ class Topology:
         return tuple(rank for rank, n in enumerate(self.node_of_rank) if n == node)
 
     def part(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of a smaller job that has only `ranks`, renumbered from 0 in the order of `ranks`.
+        """Return a new topology, for a smaller job that has only `ranks`, renumbered from 0 in the order of `ranks`.
 
-        The nodes are renumbered, too. Raises: ValueError if this rank is not one of `ranks`.
+        The nodes are renumbered, too, by the lowest new rank on each.   Raises: ValueError if this rank is not in
+        `ranks`.
 
         Example:
             >>> topology = ms.Topology.from_hosts(2, ["n9", "n9", "n10"], "mpi")
@@ -139,9 +140,12 @@ class Topology:
 
     @classmethod
     def from_hosts(cls, rank: int, hosts_of_ranks: Sequence[str], launcher: str) -> Topology:
-        """Return the topology of ranks that run on `hosts_of_ranks`: ranks with equal host names share a node.
+        """Return the topology of a job by the host names of its ranks: ranks with equal host names share a node.
 
-        Args: hosts_of_ranks: the host name of each rank: ["n9", "n10", "n9"] gives the `node_of_rank` (0, 1, 0).
+        Args:
+            rank: this process's rank.
+            hosts_of_ranks: the host name of each rank: ["n9", "n10", "n9"] gives the `node_of_rank` (0, 1, 0).
+            launcher: the name of the cluster resolver.
         """
         hosts_of_ranks = _as_sequence("hosts_of_ranks", hosts_of_ranks)
         lowest: dict[str, int] = {}
@@ -152,11 +156,13 @@ class Topology:
     def from_lowest_ranks(
         cls, rank: int, leaders: Sequence[int], hosts_of_ranks: Sequence[str], launcher: str
     ) -> Topology:
-        """Return the topology of ranks that know the lowest rank of their node.
+        """Return the topology of a job, made from the lowest rank of each rank's node, as MPI tells it.
 
         Args:
-            leaders: for each rank, the lowest rank of its node.
+            rank: this process's rank.
+            leaders: for each rank, the lowest rank of its node: equal numbers mean the same node.
             hosts_of_ranks: the host name of each rank. A node takes the name that its lowest rank gives.
+            launcher: the name of the cluster resolver.
 
         Example:
             >>> ms.Topology.from_lowest_ranks(1, [0, 1, 0], ["n9", "n10", "n9"], "mpi").node_of_rank

@@ -10,9 +10,11 @@ from mpistrat.liveness import deadlines
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:
-    """Run `action` in a thread, and return when it has ended, or after `seconds`: the action then goes on.
+    """Run `action` in a daemon thread, and wait until it has ended, for at most `seconds`.
 
-    Where Python can start no thread (at exit), the action runs in the caller, without a limit.
+    The caller does not learn whether it has ended. If it has not, it goes on in its thread. Python prints an error of
+    the action; it is not raised here. Where Python can start no thread (at exit), the action runs in the caller's
+    thread, without a limit.
     """
     thread = threading.Thread(target=action, daemon=True)
     try:
@@ -31,8 +33,8 @@ def soon(
 ) -> bool:
     """Wait until `condition()` is true, for at most `seconds`.
 
-    Args: sleeps_at_most: the longest pause between two calls of `condition`, in seconds. The first is 0.001 s long.
-    Returns: True if the condition has come true; False after `seconds`.
+    Args: sleeps_at_most: the longest pause between two calls of `condition`, in seconds. The first pause has 0.001 s.
+    Returns: True if the condition has come true; False if it has not within `seconds`.
     """
     until, pause = time.monotonic() + seconds, deadlines.SOON_SLEEPS
     while not condition():

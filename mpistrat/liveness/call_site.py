@@ -1,4 +1,4 @@
-"""Finds the line of the user's program for messages: of a call of ours that runs, or of an error."""
+"""Finds the line of the user's program that a message names: where it calls this package, or where an error arose."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # The folders of Python and of installed packages; "<frozen runpy>" starts modules.
 _INSTALLED = (sys.prefix + os.sep, sys.base_prefix + os.sep, "<frozen ")
 
-# Modules whose functions stand between the program and us: those of decorators (`typing_extensions` and `warnings` mark
-# deprecated functions), and our entry point for torch, outside this package.
+# Modules with functions that stand between the program and us on the stack: modules of decorators (`typing_extensions`
+# and `warnings` mark deprecated functions), and our entry point for torch, outside this package.
 _CALL_TORCH = "contextlib", "typing_extensions", "warnings", "mpistrat_torch"
 
 # The owner of a frame. _BETWEEN: this package, torch, torch_xla or one of _CALL_TORCH.
@@ -35,10 +35,10 @@ class SourceLine(NamedTuple):
 
 
 class _Instead(threading.local):
-    """The line of the program that counts as the caller in a thread of our own; each thread has its value.
+    """The line of the program that messages name for work that one of our threads does. Each thread has its own value.
 
-    Attributes: place: the line that started the thread's work; None in other threads. It does not count while a frame
-        of the program runs in the thread, such as a callback of a future.
+    Attributes: place: the line of the program that submitted the work; None if the thread does no submitted work. It
+        is not used while a function of the program runs in the thread, such as a callback of a future.
     """
 
     place: SourceLine | None = None
@@ -48,13 +48,13 @@ instead = _Instead()
 
 
 def outside(frame: FrameType | SourceLine) -> FrameType | SourceLine:
-    """Return the innermost frame of the user's program, at or outside `frame`.
+    """Return the innermost frame of the user's program among `frame` and its callers.
 
-    Frames of this package, of torch (`backward` reduces), of torch_xla and of decorators around them are not the
-    user's. Frames of installed libraries, such as Lightning, are not, either.
+    Frames of this package, of torch (`backward` calls our reductions), of torch_xla, of decorators around them, and of
+    installed libraries, such as Lightning, are not the user's.
 
-    Returns: without a frame of the user's, the first that exists of: `instead.place`, the innermost frame of an
-        installed library, the outermost frame.
+    Returns: if no frame is the user's: `instead.place`; if that is None, the innermost frame of an installed library;
+        without one, the outermost frame.
     """
     of_library = None
     while True:
@@ -71,10 +71,11 @@ def outside(frame: FrameType | SourceLine) -> FrameType | SourceLine:
 def raised_at(error: BaseException, otherwise: str = "") -> str:
     """Return the line of the user's program at which `error` was raised: "train.py:33 in main".
 
-    For an error in a DataLoader's worker process, it is the line in the worker, from the traceback in the message.
+    It is the innermost such line. For an error in a DataLoader's worker process, it is the line in the worker, read
+    from the traceback in the error's message.
 
-    Returns: without a frame of the user's, `otherwise`; if that is "", the innermost frame of an installed library, or
-        "" without one.
+    Returns: if no frame is the user's, `otherwise`; if that is "", the innermost frame of an installed library; ""
+        without one.
     """
     text = "".join(traceback.format_exception_only(error))
     in_worker = [f"{file}:{line} in {name}" for _, file, line, name in FRAME.findall(text)]
@@ -85,16 +86,19 @@ def raised_at(error: BaseException, otherwise: str = "") -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of `error`; for an error in a DataLoader's worker process, the message in the worker."""
+    """Return the message of `error`, without the name of its class.
+
+    A DataLoader's error from a worker process holds the worker's traceback: only the message at its end is returned.
+    """
     message = "".join(traceback.format_exception_only(error)).partition(": ")[2].strip()
     after_frames = [message[frame.end() :].strip() for frame in FRAME.finditer(message)]
     return "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
 
 
 def places_of(error: BaseException) -> list[str]:
-    """Return a line for each frame of the traceback of `error`, "train.py:33 in main", the innermost frame last.
+    """Return a text for each frame of the traceback of `error`, "train.py:33 in main", the innermost frame last.
 
-    It reads no source files, because a file system may hang.
+    It reads no source files, because a file system may hang. [] if the error was never raised.
     """
     stack = traceback.walk_tb(error.__traceback__)
     return [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
@@ -116,6 +120,6 @@ def _files_of(*modules: str) -> list[str]:
 
 
 def call_site(frame: FrameType | SourceLine) -> str:
-    """Return the line of the user's program that runs in or outside `frame`: "train.py:33 in main"."""
+    """Return the line that runs in the user's innermost frame among `frame` and its callers: "train.py:33 in main"."""
     frame = outside(frame)
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -34,12 +34,12 @@ OBSERVER_IS_NEW = 10.0  # the observer sleeps as at the start for so long
 OBSERVER_WAITS_FOR_FIRST_RANK = 60.0  # a process that holds the folder has no record yet
 # A script may start another program after the last rank has gone.
 OBSERVER_WAITS_FOR_LATE_RANK = 2.0
-# Some ranks have ended while others may be still to start; by default, these would wait as long
-# (MPISTRAT_START_SECONDS).
+# Some ranks have ended, and other ranks may not have started yet. By default, a rank that starts waits as long for the
+# other ranks (MPISTRAT_START_SECONDS).
 OBSERVER_WAITS_FOR_OTHERS_TO_START = 300.0
 OBSERVER_STOOD_STILL = 2.0  # between two looks: the machine or the observer was suspended
-# Deaths in this time after the first are judged together: a launcher kills the other ranks while the first rank may
-# still write its core file.
+# Deaths in this time after the first are judged together, because a launcher may kill the other ranks while the first
+# rank still writes its core file.
 OBSERVER_WAITS_FOR_JOINT_DEATHS = 0.4
 OBSERVER_WAITS_FOR_JOINT_EXITS = 1.0  # if all ranks end with os._exit(0), they have finished
 # Ranks have come to their ends, and others wait for them to start: a script may start the next program.

@@ -11,8 +11,8 @@ from mpistrat.settings import full_tracebacks
 _LEFT_OUT = re.compile(
     rf"{re.escape(PACKAGE)}|.*/(mpistrat_torch\.py|torch/(utils/data/|_utils\.py)|contextlib\.py)"
 )
-# The traceback of this rank's error, and of the CollectiveMismatchError that all ranks raise because of it. Only the
-# mismatch's part has the frames of the callers.
+# The traceback of this rank's error, and the traceback of the CollectiveMismatchError that all ranks raise because of
+# that error. Only the second has the frames of the callers.
 _BY_CAUSE = re.compile(
     r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+The above exception was the direct cause [^\n]*\n\n"
     r"\1(.*?)mpistrat\.errors\.CollectiveMismatchError: .*"
@@ -21,11 +21,11 @@ _BETWEEN_SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z])")
 
 
 def of_the_program(text: str) -> str:
-    """Return a traceback without the frames of this package and of torch's data loaders.
+    """Return the traceback `text` without the frames of this package and of torch's data loaders.
 
-    A CollectiveMismatchError that an error of this rank has caused is left out, too.
+    If an error of this rank has caused a CollectiveMismatchError, only this rank's error is kept.
 
-    Returns: the whole traceback with MPISTRAT_TRACEBACK=full, or if no frame would be left.
+    Returns: the whole `text` if MPISTRAT_TRACEBACK=full, or if no frame would be left.
     """
     text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)  # torch's prefix of each line
     short = FRAME.sub(lambda frame: "" if _LEFT_OUT.match(frame[2]) else frame[0], text)
@@ -39,8 +39,9 @@ def of_the_program(text: str) -> str:
 def advice_for(error: BaseException, rank: int) -> str:
     """Return the last line of the report about `error`: "mpistrat: correct train.py:33 in main (rank 3): …".
 
-    It names the line of the user's program and, for an error of ours, the last sentence of its message (the advice).
-    An error that another rank has raised brings the line in its attribute `raised_by_rank`.
+    The line names a line of the user's program, and has the first line of the message of `error`. If this package
+    raised `error`, it has the last sentence of the message (the advice). If another rank has raised the error, the
+    place, the rank and the text are taken from its attribute `raised_by_rank`.
     """
     advice = getattr(error, "raised_by_rank", "")
     if not advice:

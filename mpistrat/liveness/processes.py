@@ -28,8 +28,8 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
-# The programs that start ranks: a launcher, with the job's exit code, or its daemon on a node. The kernel cuts names
-# to 15 characters.
+# The programs that start ranks: a launcher (its exit code is the job's), or the launcher's daemon on a node. The kernel
+# cuts names to 15 characters.
 _LAUNCHERS = re.compile(r"(mpiexec|mpirun|mpiexec\.\w+|prterun|orterun)$")
 _DAEMONS = re.compile(r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmstepd|flux-shell)$")
 _STARTS_RANKS = re.compile(f"{_LAUNCHERS.pattern}|{_DAEMONS.pattern}")
@@ -51,9 +51,10 @@ def began_at(pid: int) -> int:
 
 
 def signals_of(pid: int, *kinds: str) -> int:
-    """Return the process's signals of the given kinds as a mask: bit n-1 stands for signal n. 0 if the process is gone.
+    """Return the process's signals of the given kinds as a mask: bit n-1 stands for signal n.
 
     Args: kinds: line names of /proc/PID/status: "SigCgt" for signals that it catches, "SigIgn" for ignored signals.
+    Returns: 0 if there are no such signals, or the process is gone.
     """
     lines = rf"(?m)^(?:{'|'.join(kinds)}):\s*(\w+)"
     masks = (int(mask, 16) for mask in re.findall(lines, _read(pid, "status")))
@@ -109,9 +110,10 @@ def syscall(number: int, *arguments: int) -> int:
 
 
 def exit_status(pid: int, pidfd: int | None) -> int | None:
-    """Return the wait status of a dead process that is not our child; None if the kernel does not know it (any more).
+    """Return the status of a dead process as os.wait gives it; the process need not be a child of ours.
 
-    Args: pidfd: by `open_pidfd`, opened while the process lived; None if there is none.
+    Args: pidfd: a descriptor that `open_pidfd` opened while the process lived; None if there is none.
+    Returns: None if the process lives, or was reaped and the kernel (before Linux 6.15) has forgotten the status.
     """
     fields = _stat(pid)  # has the status while the process is a zombie
     if fields[0] in ("Z", "X"):
@@ -143,9 +145,10 @@ def exit_code(status: int | None) -> int:
 
 
 def launcher_of(pid: int) -> int | None:
-    """Return the pid of the launcher that started the process, if the launcher runs on this node.
+    """Return the pid of the launcher (`mpiexec`, `mpirun`, …) that is an ancestor of the process on this node.
 
-    Returns: else the launcher's outermost daemon on this node, but not Slurm's; None without one.
+    Returns: if the launcher runs on another node, the outermost daemon of the launcher among the ancestors, but not
+        Slurm's; None if there is none.
     """
     daemon = None
     for ancestor, name in _ancestors(pid):
@@ -157,7 +160,10 @@ def launcher_of(pid: int) -> int | None:
 
 
 def launched(pid: int) -> tuple[int, int]:
-    """Return two pids: the script that a launcher started and that started this process, and the launcher or daemon.
+    """Return two pids: a script's, and the launcher's or its daemon's on this node.
+
+    The launcher or daemon is the nearest one among the ancestors of the process `pid`. The script is a child of the
+    launcher, and an ancestor of the process.
 
     Returns: (0, launcher) if the launcher started the process itself; (0, 0) without a launcher.
     """
@@ -170,7 +176,7 @@ def launched(pid: int) -> tuple[int, int]:
 
 
 def has_children(pid: int) -> bool:
-    """Whether the process has child processes, zombies included, other than the caller; False if that is not known."""
+    """Whether the process has a child, dead or alive, that is not the calling process; False if that is not known."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as children:
@@ -187,9 +193,9 @@ def is_launcher(pid: int) -> bool:
 def job_of(pid: int) -> str:
     """Return a name for the job that is the same in all its ranks on this node; "" if no launcher is found.
 
-    It has the pid and the start time of the nearest daemon or launcher, and a checksum of two namespaces: of PMIx,
-    because a daemon may serve many jobs (`prte` and `prun`), and of pids, because containers that share /dev/shm may
-    number their processes alike.
+    The name has the pid and the start time of the nearest launcher or daemon among the ancestors of `pid`, and a
+    checksum of two namespaces: of PMIx, because a daemon may serve many jobs (`prte` and `prun`), and of pids, because
+    containers that share /dev/shm may number their processes alike.
     """
     for ancestor, name in _ancestors(pid):
         began = began_at(ancestor)
@@ -207,9 +213,9 @@ def process_namespace() -> int:
 
 
 def _pmix_namespace(pid: int) -> str:
-    """Return "PMIX_NAMESPACE=…" of the environment that the process was started with; "" without it.
+    """Return "PMIX_NAMESPACE=…" of the environment that the process was started with; "" without this variable.
 
-    The process may have removed the variable from its own environment since.
+    The process may since have removed the variable from its environment; the result is the same.
     """
     variables = _read(pid, "environ").split("\0")
     return next((each for each in variables if each.startswith("PMIX_NAMESPACE=")), "")
@@ -227,7 +233,7 @@ def _name(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on, the third in proc_pid_stat(5); `_GONE` if it is gone."""
+    """Return the fields of /proc/PID/stat without the first two (pid, name); `_GONE` if the process is gone."""
     return _read(pid, "stat").rpartition(")")[2].split() or _GONE
 
 

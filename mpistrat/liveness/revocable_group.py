@@ -1,9 +1,9 @@
 """Communicators that outlive their ranks: User-Level Failure Mitigation (ULFM), as Open MPI 5 has it.
 
 MPI notices a rank's death within milliseconds, but an operation fails only on ranks that wait for the dead rank itself.
-Other ranks wait for these ranks. So a thread of each rank checks a hundred times a second whether a rank has failed. It
-then revokes the communicator and all communicators made from it: every rank that waits there, in MPI or in shared
-memory, gets an error and can go on with the survivors.
+Ranks that wait for other living ranks would hang. So a thread of each rank checks a hundred times a second whether a
+rank has failed. It then revokes the communicator and all communicators made from it (MPI_Comm_revoke). Every rank that
+waits in one of them, in MPI or in shared memory, gets an error and can go on with the survivors.
 
 This file imports mpi4py, so it is imported only on first use: `import mpistrat` starts no MPI.
 """
@@ -26,10 +26,13 @@ _MEANS_LOST = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
 class RevocableGroup:
     """A communicator and all communicators made from it. When a rank fails, a thread of the group revokes all of them.
 
+    Made by: `run_elastic`, again after each loss. Elsewhere communicators have no group, and a rank's death ends the
+    job.
+
     Attributes:
-        comm: the first communicator.
-        lost: whether a rank has failed. From then on all operations of the group fail, also on communicators that are
-            made from it later.
+        comm: the first communicator: a `FaultTolerantComm` of the communicator that was given.
+        lost: whether this process knows that a rank has failed. Then operations on all communicators of the group fail,
+            also on communicators that are made from them later.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -53,7 +56,10 @@ class RevocableGroup:
             failed.Free()
 
     def has_lost(self) -> bool:
-        """Whether a rank of the group has failed, as far as this rank's MPI knows, or a rank has revoked `comm`."""
+        """Whether a rank of the group has failed, as far as this rank's MPI knows, or a rank has revoked `comm`.
+
+        Not collective; any thread may call it. The first call that returns True sets `lost`. Once True, always True.
+        """
         if not self.lost:
             with contextlib.suppress(MPI.Exception):
                 self.comm.Iprobe()  # makes MPI notice failures
@@ -64,8 +70,9 @@ class RevocableGroup:
     def before_telling(self, action: Callable[[], None]) -> None:
         """Register `action` to be called once, on any thread, when a rank is lost, before `lost` becomes True.
 
-        If a rank is lost already, it is called at once. The action aborts operations that MPI cannot end: GPU kernels
-        that wait for kernels of the lost rank.
+        If a rank is lost already, `action` is called at once. Errors of a registered action are ignored.
+        Called by: transports of GPUs. Their action aborts kernels that wait for kernels of the lost rank, because MPI
+        cannot end them.
         """
         with self._lock:
             if not self.lost:
@@ -74,17 +81,17 @@ class RevocableGroup:
         action()
 
     def raise_if_lost(self) -> None:
-        """Do nothing unless a rank is lost; this costs as much as reading a variable.
-
-        Raises: RankLostError if a rank is lost.
-        """
+        """Raise RankLostError if `lost` is True; else do nothing. It makes no MPI call: a waiting loop can call it."""
         if self.lost:
             raise RankLostError(
                 "a rank of this communicator has failed; train() is called again on the surviving ranks"
             )
 
     def revoke(self) -> None:
-        """Make every operation in the group fail, on this rank and on all others. Not collective."""
+        """Make operations on the group's communicators fail, on this rank and on all others. Not collective.
+
+        It sets `lost` on this rank; the other ranks set it when their threads see that `comm` is revoked.
+        """
         self._lose()
         with self._lock:
             for member in self._members:
@@ -95,9 +102,10 @@ class RevocableGroup:
         self._thread.join()
 
     def adopt(self, comm: MPI.Comm) -> FaultTolerantComm:
-        """Return `comm`, just made from a member of the group, as a new member; revoke it if a rank is lost.
+        """Make `comm` a member of the group, and return it as a `FaultTolerantComm`; revoke it if a rank is lost.
 
-        MPI.COMM_NULL is wrapped, too, but does not become a member.
+        Called by: the members' own methods (`Dup`, `Split`, …), with the communicator that MPI has just made from the
+        member. MPI.COMM_NULL is returned as a `FaultTolerantComm`, too, but does not become a member.
         """
         member = FaultTolerantComm(comm)
         member.revocable_group = self
@@ -131,7 +139,7 @@ class RevocableGroup:
 
 
 class FaultTolerantComm(MPI.Intracomm):
-    """A communicator of a revocable group. Communicators made from it belong to the group, too."""
+    """A communicator of a revocable group. Communicators made from it (`Dup`, `Split`, …) belong to the group, too."""
 
     revocable_group: RevocableGroup
 
@@ -154,7 +162,7 @@ class FaultTolerantComm(MPI.Intracomm):
 
 
 def revocable_group_of(comm: Any) -> RevocableGroup | None:
-    """Return the revocable group of `comm`; None if it has none: then a rank's death ends the job."""
+    """Return the revocable group of `comm`; None if `comm` has no such group, so that a rank's death ends the job."""
     return getattr(comm, "revocable_group", None)
 
 

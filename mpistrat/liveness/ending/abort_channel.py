@@ -1,4 +1,4 @@
-"""Tells ranks that wait for their GPU that another rank has failed: they make no MPI call that would notice it.
+"""Tells ranks that wait for their GPU that another rank has failed, because they make no MPI call that would notice it.
 
 This file imports mpi4py, so it is imported only on first use: `import mpistrat` starts no MPI.
 """
@@ -19,7 +19,8 @@ TAG = 4711  # no other message on the communicator has this tag
 class AbortChannel:
     """Sends the failure of a rank to all other ranks of `comm`, by point-to-point messages.
 
-    Several threads may use it at the same time; this needs MPI_THREAD_MULTIPLE.
+    Called by: groups of GPU libraries (NCCL and others). They abort their kernels when a text arrives. Several threads
+    of a rank may use the channel at the same time; this needs MPI_THREAD_MULTIPLE.
 
     Args: comm: a communicator on which no other code uses `TAG`.
     """
@@ -30,16 +31,17 @@ class AbortChannel:
         self._received: dict[int, str] = {}  # by rank
 
     def send(self, text: str) -> None:
-        """Tell all other ranks that this rank has failed, and by which error: `text`. Not collective; does not wait."""
+        """Tell all other ranks that this rank has failed; `text` describes its error. Not collective; does not wait."""
         others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
-        # On a communicator that has lost a rank, MPI raises: all ranks know of that failure.
+        # MPI raises on a communicator that has lost a rank. Nothing is sent then, because all ranks know of the loss.
         with contextlib.suppress(MPI.Exception):
             self._unsent += [self._comm.isend(text, rank, TAG) for rank in others]
 
     def tell(self, text: str) -> None:
-        """Send `text`, unless this rank has sent a text, and wait until all other ranks have sent one, at most 0.75 s.
+        """Send `text` unless this rank has sent a text before. Then wait for a text of each other rank, at most 0.75 s.
 
-        A rank that hears of a failure calls this, too: so each rank knows that all have heard of it. Not collective.
+        Called by: a rank that fails, and each rank that hears of a failure. So a rank learns that all ranks have heard
+        of it, and all abort at the same time. Not collective.
         """
         if not self._unsent:
             self.send(text)
@@ -63,7 +65,9 @@ class AbortChannel:
                 self._received[status.source] = message.recv()
 
     def settle(self, senders: Iterable[int]) -> None:
-        """Receive and forget all texts, so that the channel can be used again. Collective.
+        """Receive the texts that are still under way, and forget all texts, so that the channel can be used again.
+
+        Collective. Called by: all ranks after the start of a GPU library; ranks tell failures of the start by `send`.
 
         Args: senders: the ranks that have sent a text, the same on all ranks.
         """

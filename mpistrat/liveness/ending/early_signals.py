@@ -1,7 +1,7 @@
 """Keeps signals that announce a job's end and arrive before the program has made its PreemptionCheckpointHandler.
 
 A program that has built its strategy may read data for a while before it makes the handler. Signals that arrive
-meanwhile are kept for the handler. If the program makes none, they take effect at the first step.
+meanwhile are kept for the handler. If the program makes no handler, they take effect at the first step.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 # SIGTERM is not kept: it ends a program without a handler at once.
 NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 
-# For each signal that this file handles: SIG_DFL, or a function that calls MPI's handler, and so the one before it.
+# By signal, its handler before this file's: SIG_DFL, or a function that calls the handler of the MPI library.
 _previous: dict[int, Any] = {}
 kept: set[int] = set()  # the signals that would end the program, until a step begins
 _come: set[int] = set()  # the signals that have arrived
 
 
 def keep() -> None:
-    """From now on, keep the signals `NUMBERS` that the program does not handle itself.
+    """Handle the signals `NUMBERS` from now on: note each that arrives, so that it does not end the program.
 
-    Called by: each new strategy. It does nothing outside the main thread.
+    Signals that the program handles itself stay as they are. It does nothing outside the main thread.
+    Called by: each new strategy.
     """
     for number in NUMBERS:
         if (before := _action(number)) is not None:
@@ -34,22 +35,29 @@ def keep() -> None:
 
 
 def previous(number: int) -> Any:
-    """Return the handler that the signal would have without this file; None if it was not set by Python."""
+    """Return the handler that the signal would have without this file, as `signal.getsignal` does.
+
+    Returns: SIG_DFL, a handler of the program, or a function that calls MPI's handler; None if a library has set a
+        handler that Python does not know.
+    """
     handler = signal.getsignal(number)
     return _previous.get(number, signal.SIG_DFL) if handler is _note else handler
 
 
 def heard(numbers: frozenset[int]) -> int:
-    """Take the signals in `numbers` that have arrived. Returns: the greatest of them; 0 if none has arrived."""
+    """Return the greatest signal in `numbers` that has arrived since `keep`; forget all signals of `numbers`.
+
+    Called by: a new PreemptionCheckpointHandler.   Returns: 0 if none has arrived.
+    """
     found = _come & numbers
     _come.difference_update(found)
     return max(found, default=0)
 
 
 def release() -> None:
-    """Stop keeping signals without a handler. If such a signal has arrived, raise it again: it ends the program.
+    """Stop keeping signals that had no handler before `keep`. If such a signal has arrived, it ends the program now.
 
-    Called by: the first step of a strategy. On another thread than the main thread, it leaves this to a later step.
+    Called by: a strategy's step. Outside the main thread it does nothing, and a later step does it.
     """
     for number in [*kept]:
         with contextlib.suppress(ValueError):  # this is not the main thread
@@ -67,9 +75,9 @@ def _note(number: int, frame: Any) -> None:
 
 
 def _action(number: int) -> Any:
-    """Return the signal's present handler: SIG_DFL, or a function that calls MPI's handler.
+    """Return the signal's present handler if `keep` may replace it: SIG_DFL, or a function that calls MPI's handler.
 
-    Returns: None if the program handles the signal, in Python or in another library.
+    Returns: None if the program handles the signal, in Python or in another library than MPI.
     """
     if signal.getsignal(number) != signal.SIG_DFL:  # a handler in Python
         return None

@@ -1,8 +1,8 @@
 """`ExitCoordinator`: decides whether the job must end, because a rank waits for a rank that has left.
 
-Each rank reports to the exit coordinator of its group when it leaves, and when it has waited for a while inside a
-collective. All ranks of a communicator must enter each collective on it. So the job is over exactly if a rank has left
-after fewer collectives on a communicator than another rank has entered. A rank that still works on its own, however
+Each rank reports to the exit coordinator of its group when its program ends, and when it has waited for a while inside
+a collective. All ranks of a communicator must enter each collective on it. So the job is over exactly if a rank has
+ended after fewer collectives on a communicator than another rank has entered. A rank that still works alone, however
 long, does not end the job.
 """
 
@@ -22,14 +22,14 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Left:
-    """A message: a rank has ended its program.
+    """A message to the exit coordinator: the program of a rank has ended.
 
     Attributes:
         rank: the rank's number in the job.
         who: a description of the rank for messages.
-        how: how its program ended, a sentence without its subject.
+        how: how its program ended, a sentence without its subject: "called sys.exit(3) at train.py:7".
         code: the program's exit code.
-        calls: number of collectives that the rank has entered, by communicator name.
+        calls: from a communicator's name to the number of collectives that the rank has entered on it.
     """
 
     rank: int
@@ -41,14 +41,15 @@ class Left:
 
 @dataclass(frozen=True)
 class Waits:
-    """A message: a rank has been inside a collective for a while.
+    """A message to the exit coordinator: a rank has been inside a collective for more than 0.5 s.
 
     Attributes:
         who: a description of the rank for messages.
         communicator: the communicator's name.
         call: number of the collective on the communicator, from 1.
         collective: a description of the collective, and the line of the program that called it.
-        raised: traceback and advice of the error that the rank raises in place of the collective; "" without one.
+        raised: traceback and advice of the error that the rank raises instead of making the collective; "" if it
+            raises none.
     """
 
     who: str
@@ -59,7 +60,10 @@ class Waits:
 
 
 class ExitCoordinator:
-    """Decides whether the job is over, from the reports of the `size` ranks of a group."""
+    """Decides whether the job must end, from the messages of a group's ranks. `JobEnd` then ends it.
+
+    Args: size: number of the group's ranks; 0 on ranks other than its rank 0: they get no messages.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -81,13 +85,14 @@ class ExitCoordinator:
         return len(self._left) == self._size
 
     def verdict(self, now: float) -> tuple[str, int] | None:
-        """Return why the job is over, and the exit code to end it with.
+        """Return why the job must end now (a text for people), and the exit code to end it with.
 
-        The job is over if a rank that has left is missing in another rank's collective, or if other ranks still work
-        1 s after a rank left with an exit code other than 0.
+        It must end if a rank has ended its program and is missing in another rank's collective, or if other ranks still
+        work 1 s after a rank ended with an exit code other than 0. The exit code is the first such code; 1 if all
+        missing ranks have ended with 0.
 
         Args: now: the time by `time.monotonic()`, as for `receive`.
-        Returns: None while the job is not over, also when all ranks have left.
+        Returns: None while the job need not end, and when the programs of all ranks have ended.
         """
         if self.all_left() or not self._left:
             return None

@@ -1,7 +1,7 @@
-"""`ExitGroup`: a group's ranks tell each other in which collective they are stuck, and when they leave.
+"""`ExitGroup`: a group's ranks tell its rank 0 in which collective they are stuck, and when their programs end.
 
-The messages go over a duplicate of the group's communicator. The thread of `JobEnd` sends and receives, too: this needs
-MPI_THREAD_MULTIPLE.
+The messages go over a duplicate of the group's communicator. A thread of `JobEnd` sends and receives while the main
+thread may be in MPI, so this needs MPI_THREAD_MULTIPLE.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from mpistrat.liveness.revocable_group import revocable_group_of
 
 
 class ExitGroup:
-    """The ranks of `comm`; its rank 0 has the exit coordinator. To make one is collective over `comm`.
+    """Lets the ranks of `comm` tell each other that they are stuck or that their programs have ended.
+
+    The constructor is collective over `comm`, and duplicates it. Made by: `JobEnd.watch`, for the first communicator
+    over these ranks.
 
     Args:
         who: a description of this rank for messages.
         record: this rank's record.
+        losses: whether ranks were lost and the others go on without them.
     Attributes:
         other_nodes: the nodes of the group's ranks, except this rank's node.
-        watched: the calls on the group's communicators.
+        watched: the calls on the group's communicators; `JobEnd.watch` appends to the list.
         coordinator: the exit coordinator. Only the coordinator of the group's rank 0 gets messages and decides.
     """
 
@@ -72,10 +76,10 @@ class ExitGroup:
         return _with_parts(self.watched)
 
     def look(self) -> bool:
-        """Report collectives that this rank is stuck in to the exit coordinator, and receive messages.
+        """Report each collective that this rank has been in for more than 0.5 s to the exit coordinator, once.
 
-        Called by: the thread of `JobEnd`, five times a second.
-        Returns: whether this rank is stuck in a collective that it has not reported before.
+        Then receive messages. Called by: the thread of `JobEnd`, five times a second.
+        Returns: whether such a collective was reported now for the first time.
         """
         now = time.monotonic_ns()
         stuck = False
@@ -100,19 +104,19 @@ class ExitGroup:
                 self._send(message, rank)
 
     def leave(self, end: ProgramExit) -> None:
-        """Tell the exit coordinator that this rank's program has ended, and start the barrier of `end`."""
+        """Tell the exit coordinator how this rank's program has ended, and call `end`. Does not wait."""
         calls = {calls.name: calls.calls for calls in self.calls()}
         self._send(Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls))
         self.end()
 
     def end(self) -> None:
-        """Start a barrier, because this rank is at its end. `all_ended` returns True when all ranks are."""
+        """Start a barrier of the group's ranks, because this rank's program has ended; `all_ended` asks about it."""
         self._all_ended = self._comm.Ibarrier()
 
     def all_ended(self) -> bool:
-        """Whether all ranks are at their ends and this rank's messages have been sent. Also receives messages.
+        """Whether the programs of all ranks of the group have ended and this rank's messages have been sent.
 
-        Called by: `JobEnd`, after `leave` or `end`, again and again until it is True.
+        It receives messages, and does not wait. Called by: `JobEnd`, after `leave` or `end`, until it is True.
         """
         self._receive()
         with self._sending:

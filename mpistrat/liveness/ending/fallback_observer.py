@@ -8,19 +8,20 @@ from mpistrat.liveness import deadlines
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.observer.observer import Observer
 
-# So many looks in a row must find the observer silent: after a suspended job goes on, the observer needs a moment.
+# So many looks in a row must find the observer silent, because it needs a moment when a suspended job goes on.
 SILENT_TIMES = 10
 
 
 class FallbackObserver:
-    """Reports a stall if the observer does not. Called by: the thread of `JobEnd` in each rank, five times a second."""
+    """Reports a stall if the node's observer does not. The thread of `JobEnd` in each rank calls it."""
 
     _silent = 0
 
     def look(self) -> None:
         """Report a stall if this rank has waited too long and the observer has been silent in 10 looks in a row.
 
-        Only one rank of a node reports. It then wakes up the observer if that was stopped.
+        Silent means that the observer has not looked at the ranks for 5 s. Only one rank of a node reports. It then
+        sends SIGCONT to an observer that was stopped. Called by: the thread of `JobEnd`, five times a second.
         """
         observed = observation.current
         if observed is None or observed.record.abort:

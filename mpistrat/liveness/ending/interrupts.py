@@ -15,10 +15,11 @@ from mpistrat.liveness import deadlines
 
 
 class Interrupts:
-    """Notices each SIGINT, and whether the main thread's signal handler has run for it.
+    """Notices each SIGINT, and whether Python's signal handler has run for it in the main thread.
 
-    It works only if it is made in the main thread, the program has no SIGINT handler of its own, and no other code
-    (such as asyncio) has set a wakeup file. Otherwise it notices no SIGINT.
+    Made by: `JobEnd`, once. It works only if it is made in the main thread, the program has set no SIGINT handler, and
+    no other code (such as asyncio) has set a wakeup file. Otherwise it notices no SIGINT, and `unanswered` returns
+    False.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Interrupts:
     def unanswered(self) -> bool:
         """Whether a SIGINT came more than 3 s ago and the main thread has not reacted to it.
 
-        Called by: the thread of `JobEnd`, five times a second.
+        Called by: the thread of `JobEnd`, five times a second. It ends the job if this is True.
         """
         with contextlib.suppress(OSError):  # nothing to read
             if signal.SIGINT in os.read(self._reader, 1024) and self._waiting_since is None:
@@ -64,10 +65,10 @@ class Interrupts:
 
 @contextlib.contextmanager
 def ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C in the block: launchers send it to all ranks, and the ranks that this rank works for decide.
+    """Ignore Ctrl-C in the block. It changes nothing outside the main thread, or if the program has a SIGINT handler.
 
-    Called by: parameter servers and workers. It changes nothing outside the main thread, or if the program has a SIGINT
-    handler of its own.
+    Entered around: the service of parameter servers and of a coordinator's workers, because launchers send Ctrl-C to
+    all ranks, and the ranks that they work for decide whether the job ends; also the end of a failed rank.
     """
     before = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -1,9 +1,9 @@
 """Ends the whole job when one of its ranks fails, or leaves while another rank waits for it.
 
-An uncaught exception calls MPI_Abort. A rank that comes to its end tells the exit coordinator of each of its groups.
-Before MPI_Finalize, it waits until all ranks of the groups have come to their ends. Meanwhile a thread checks five
-times a second whether this rank is stuck in a collective, and tells the exit coordinator. Once the observer has
-reported a failure, the thread ends this rank. The thread needs MPI_THREAD_MULTIPLE.
+An uncaught exception calls MPI_Abort. At the end of its program, a rank tells the exit coordinator of each of its
+groups. Then it waits until the programs of all ranks of the groups have ended. MPI_Finalize follows. While the program
+runs, a thread checks five times a second whether this rank is stuck in a collective, and tells the exit coordinator.
+The thread ends this rank once the observer has reported a failure. It needs MPI_THREAD_MULTIPLE.
 
 This file imports mpi4py, so it is imported only on first use: `import mpistrat` starts no MPI.
 """
@@ -44,14 +44,16 @@ from mpistrat.liveness.revocable_group import means_rank_lost
 
 
 class JobEnd:
-    """The process's part in ending its job. `job_end()` returns the only object.
+    """Ends the job when this rank fails, or ends its program while another rank waits for it.
+
+    `job_end()` returns the process's only object.
 
     Attributes:
         end_job: `RankEnd.end_job`: prints a text and ends all processes of the job.
         records: this rank's record, and records of other ranks of its node.
         losses: whether ranks were lost and the others go on without them.
-        leaves_together: whether all ranks have agreed to end the program now: then an exit code other than 0 is no
-            failure.
+        leaves_together: whether all ranks have agreed to end the program now, so that an exit code other than 0 is no
+            failure. Set by: PreemptionCheckpointHandler.
     """
 
     def __init__(self) -> None:
@@ -83,8 +85,10 @@ class JobEnd:
         """From now on, end the job when a rank of `comm` fails or leaves early. Collective over `comm`.
 
         Without MPI_THREAD_MULTIPLE it does nothing but warn, once, on rank 0 of `comm`.
+        Called by: each new communicator of a strategy.
 
-        Args: calls: the calls on a communicator over the same ranks; calls on its parts are watched, too.
+        Args: calls: this rank's calls on a communicator over the same ranks; calls on communicators that were made from
+            it (`parts`) are watched, too.
         """
         if not self._watches:
             if comm.rank == 0 and not self._has_warned:
@@ -106,10 +110,12 @@ class JobEnd:
         group.watched.append(calls)
 
     def tell_others(self, report: str, group: int, call: int) -> None:
-        """Tell the other ranks that this rank has left a collective with an error: ranks that stay in it raise, too.
+        """Tell the other ranks that this rank has left a collective with an error. Does not wait.
+
+        Ranks that are still in the collective after 1 s raise StallError.
 
         Args:
-            report: the text of the other ranks' StallError.
+            report: the text of their StallError.
             group: the hash of the communicator's name.
             call: the number of the collective on the communicator.
         """
@@ -117,29 +123,29 @@ class JobEnd:
             watched.tell(Raise(report, group, call))
 
     def end_without_finalize(self) -> None:
-        """Make this program end without MPI_Finalize, which may wait for a failed rank (Open MPI #11404).
+        """Make this program end without MPI_Finalize, because that may wait for a failed rank (Open MPI #11404).
 
-        Python's end is as usual until then: it waits for threads, and runs atexit handlers in their order.
-        Called by: each surviving rank, after a rank was lost.
+        It returns at once, and sets `losses.happened`. At its end Python waits for threads and runs atexit handlers in
+        their order, as usual. Called by: each surviving rank, after a rank was lost.
         """
         if not self.losses.happened:
             self.losses.happened = True
-            # Python calls this when the main thread has come to its end: so the handler is registered last, and called
-            # first.
+            # Python calls this when the main thread has ended. So the handler is registered last, and called first.
             threading._register_atexit(atexit.register, self._end_here)  # type: ignore[attr-defined]
 
     def finish_with(self, stream: Any, action: Callable[[], None]) -> None:
-        """Flush `stream` whenever standard output is flushed, and call `action` as `call_last` does.
+        """Register the `stream` that is to be flushed before this process ends, and `action` for `call_last`.
 
-        Called by: the trace, with its timeline.
+        Called by: the trace, with its timeline and a function that completes the trace's file.
         """
         self._rank.streams.append(stream)
         self.call_last(action)
 
     def call_last(self, action: Callable[[], None]) -> None:
-        """Call `action` when all ranks have come to their ends, before MPI_Finalize; the last registered action first.
+        """Register `action` to be called when the programs of all ranks have ended, before MPI_Finalize.
 
-        Without MPI_THREAD_MULTIPLE, it is called at exit, whatever the other ranks do.
+        The action that was registered last is called first. Without MPI_THREAD_MULTIPLE, `action` is called at exit,
+        whatever the other ranks do.
         """
         if self._watches:
             self._last_actions.insert(0, action)
@@ -172,7 +178,10 @@ class JobEnd:
                 _end_job(f"was interrupted, but stays in a call at {site}", 130)
 
     def _end_if_stuck_in_mpi(self) -> None:
-        """End the job if the main thread is to raise StallError, but has not come back from MPI for 2 s."""
+        """End the job if the main thread is to raise StallError, but has not come back from MPI for 2 s.
+
+        Called by: this object's thread, while the record's word ABORT is RAISE.
+        """
         record = self.records.record
         inside = [b.since for b in record.slots() if b.since and b.group == record.stalled]
         now = time.monotonic_ns()
@@ -187,9 +196,10 @@ class JobEnd:
             _end_job(f"cannot raise StallError inside MPI, at {site}{why}", 1)
 
     def _leave(self) -> None:
-        """At the end of this rank's program, before MPI_Finalize, wait until all ranks have come to their ends.
+        """At the end of this rank's program, before MPI_Finalize, wait until the programs of all ranks have ended.
 
-        The job ends if this program failed, was interrupted, or leaves after a stall.
+        Then call the actions of `call_last`. It ends the job if this program failed or was interrupted, after a stall,
+        or if an exit coordinator decides so. Called by: Python at exit, or MPI_Finalize; only the first call counts.
         """
         if self._has_left or not self._rank.is_running():
             return
@@ -219,9 +229,10 @@ class JobEnd:
             )
 
     def _leave_groups(self, end: ProgramExit) -> None:
-        """Tell the groups that this rank is at its end, and wait until all their ranks are at their ends.
+        """Tell the groups that this rank's program has ended, and wait until all their ranks' programs have ended.
 
-        After a stall, the wait is limited, and then the job ends.
+        If the observer has reported a failure, the job ends. If the ranks were to raise StallError, wait first, at
+        most as long as a collective may last.
         """
         record = self.records.record
         record.end, record.state = end.how, LEAVING
@@ -241,9 +252,9 @@ class JobEnd:
             _end_job(f"{end.how} after a stall", end.code or 1)
 
     def _wait_for(self, groups: list[ExitGroup], has_waited: Callable[[], bool]) -> None:
-        """Wait until all ranks of `groups` are at their ends, or `has_waited()` is true.
+        """Wait until the programs of all ranks of `groups` have ended, or `has_waited()` is true.
 
-        A group that loses a rank is no longer waited for. The job ends if an exit coordinator says so.
+        It does not wait for a group that has lost a rank. It ends the job if an exit coordinator decides so.
         """
 
         def is_over(group: ExitGroup) -> bool:
@@ -264,8 +275,8 @@ class JobEnd:
     def _end_here(self) -> NoReturn:
         """End this process as Python would, but without MPI_Finalize: run the exit handlers, flush, and exit.
 
-        Before the exit, wait at most 60 s for the exit handlers of the surviving ranks: mpirun kills all ranks when one
-        returns an exit code other than 0.
+        Before the exit, it waits at most 60 s until the exit handlers of the surviving ranks have run, because mpirun
+        kills all ranks when one returns an exit code other than 0. Called by: Python, as the first exit handler.
         """
         code = program_exit().code
         atexit.unregister(self._end_here)
@@ -301,9 +312,9 @@ def _end_if_decided(group: ExitGroup) -> None:
 
 
 def _end_as_reported(calls: Iterable[WatchedCalls], code: int) -> NoReturn:
-    """End this rank with the exit code `code`, after the observer has reported a failure.
+    """End this rank, and the job, with the exit code `code`, because the observer has reported a failure.
 
-    First print the errors that this rank raises but could not tell the other ranks: they may be the reason of its wait.
+    First print each error in `calls` that this rank waits to tell the other ranks: it may have caused the failure.
     """
     rank = rank_end()
     for error in filter(None, [each.raising for each in calls]):
@@ -312,9 +323,9 @@ def _end_as_reported(calls: Iterable[WatchedCalls], code: int) -> NoReturn:
 
 
 def _end_without_files(record: RankRecord) -> NoReturn:
-    """End this process, because the program has closed MPI's files, too.
+    """End this process with exit code 1, because the program has closed all files, and MPI's among them.
 
-    MPI has lost its connection to the launcher: MPI_Abort would not arrive, and MPI may print about it for ever.
+    MPI has lost its connection to the launcher. So MPI_Abort would not reach it, and MPI may print errors for ever.
     """
     record.state = ENDING
     rank = rank_end()
@@ -326,7 +337,7 @@ def _end_without_files(record: RankRecord) -> NoReturn:
 
 
 def _end_job(why: str, code: int) -> NoReturn:
-    """End the job with the exit code `code`, and print `why`, a sentence without its subject (this rank)."""
+    """Print that this rank ends the job, and `why` (a sentence without its subject); end the job with `code`."""
     rank = rank_end()
     rank.end_job(f"ending the job: {rank.who} {why}", code)
 

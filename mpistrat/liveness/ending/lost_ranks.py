@@ -1,4 +1,4 @@
-"""`LostRanks`: whether ranks were lost while the others go on."""
+"""`LostRanks`: whether ranks were lost, so that the job goes on without them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpistrat.liveness.revocable_group import means_rank_lost, revocable_group_o
 
 
 class LostRanks:
-    """This process's knowledge of ranks that were lost.
+    """Whether ranks of this process's job were lost: ranks that have died while the other ranks go on.
 
-    Attributes: happened: whether a rank was lost and the other ranks went on without it.
+    Attributes: happened: whether this program went on after a loss, and so ends without MPI_Finalize.
     """
 
     def __init__(self) -> None:
@@ -24,13 +24,16 @@ class LostRanks:
     def go_on(self, has_lost: Callable[[], bool]) -> None:
         """From now on, let this program go on when a rank dies, even while it waits for all ranks at its end.
 
-        Args: has_lost: returns whether a rank has died, perhaps before MPI notices; any thread may call it.
         Called by: a strategy with parameter servers, once.
+        Args: has_lost: returns whether a rank has died; it may know before MPI does. Any thread may call it.
         """
         self._goes_on, self._has_lost = True, has_lost
 
     def has_lost(self, comm: MPI.Intracomm) -> bool:
-        """Whether a rank of `comm` has failed and the others go on; False if a rank's death ends the job."""
+        """Whether a rank of `comm` has failed and the others go on; always False if a rank's death ends the job.
+
+        With parameter servers, the death of any rank of the job counts.
+        """
         group = revocable_group_of(comm)
         if group is not None:
             return group.has_lost()
@@ -46,7 +49,10 @@ class LostRanks:
 
     @contextlib.contextmanager
     def tolerated(self) -> Iterator[None]:
-        """Leave the block without an error when MPI raises that a rank is lost, if this program goes on without it."""
+        """End the block, without an error, where MPI raises an error because a rank is lost.
+
+        If this program does not go on without lost ranks (`go_on`), and for other errors, the block raises.
+        """
         try:
             yield
         except MPI.Exception as error:

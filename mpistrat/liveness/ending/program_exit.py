@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.ending.interrupts import is_interactive
 
-# The last SystemExit of the main thread, and a description of its raise.
+# The last remembered SystemExit of the main thread, and a text that says how it was raised.
 _last_exit = SystemExit(), ""
 
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """The end of a program.
+    """How a program has ended.
 
     Attributes:
-        code: the process's exit code; 0 if it is not known.
+        code: the process's exit code; 1 after an uncaught exception, 0 if it is not known.
         how: a sentence without its subject: "called sys.exit(3) at train.py:7".
         failed: whether an uncaught exception has ended the program. Python has printed it.
     """
@@ -38,7 +38,10 @@ class ProgramExit:
 
 
 def remember_exits() -> None:
-    """Wrap `sys.exit` so that its calls are remembered; except in interactive use, also `exit` and `quit`. Once."""
+    """Replace `sys.exit` by a function that remembers the call and its line, and then exits as before.
+
+    In a program that is not interactive, `exit` and `quit` are replaced, too. A second call changes nothing.
+    """
     if getattr(sys.exit, "remembers", False):
         return
     sys.exit = _remembering(sys.exit, "sys.exit")
@@ -62,7 +65,10 @@ def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., 
 
 
 def remember_raised(error: SystemExit) -> None:
-    """Remember a SystemExit that may end the program. Called by: frames of ours that `error` passes."""
+    """Remember a SystemExit that may end the program, unless a call of `sys.exit` has been remembered as its cause.
+
+    Called by: `mpistrat run` and `run_elastic`, when the program's code raises `error` through them.
+    """
     if error is not _last_exit[0]:
         _remember(error, f"raised SystemExit({error.code!r})")
 
@@ -76,7 +82,8 @@ def _remember(error: SystemExit, how: str) -> None:
 def program_exit() -> ProgramExit:
     """Return how this program has ended. Called by: atexit handlers, in the main thread.
 
-    Without an uncaught exception or a remembered SystemExit, it is the end of the script, with exit code 0.
+    Returns: exit code 1 for an uncaught exception; the code of a remembered SystemExit that nobody has caught; else
+        exit code 0, as at the end of the script.
     """
     uncaught = getattr(sys, "last_value", None)  # also set by pytest, for exceptions that it caught
     if uncaught is not None and _ended_the_program(uncaught):
@@ -95,10 +102,10 @@ def exit_status(code: object) -> int:
 
 
 def _ended_the_program(error: BaseException) -> bool:
-    """Whether `error` was never caught: the outermost frame of its traceback ended by it.
+    """Whether nobody has caught `error`, so that it ended the program. False if `error` was never raised.
 
-    Such a frame stopped at the call that raised, or at the end of a `with` or `finally` that raised the error again.
-    False for an error that was never raised.
+    Then the outermost frame of its traceback stopped at the call that raised, or at the end of a `with` or `finally`
+    that raised the error again. A frame that has caught the error has run on.
     """
     trace = error.__traceback__
     if trace is None:

@@ -1,7 +1,7 @@
-"""A rank that fails ends its job: from `import mpistrat` on, before MPI runs and before a strategy is built.
+"""Ends the job when this rank fails, from `import mpistrat` on: also before MPI runs and before a strategy is built.
 
-An uncaught exception, or an exit code other than 0, ends all processes of the job. Once there are groups of ranks,
-`JobEnd` decides about exits.
+An uncaught exception, or an exit code other than 0, ends all processes of the job. Once a strategy is built under
+MPI_THREAD_MULTIPLE, `JobEnd` decides about exit codes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RankEnd:
     Attributes:
         rank: this rank's number in the job; 0 if neither MPI nor a launcher has numbered it.
         who: a description of this rank for messages: "rank 1 of 4 (node7, pid 3243)".
-        streams: streams to flush whenever standard output is flushed.
-        decides_exits: whether an exit code other than 0 ends the job; False once `JobEnd` decides.
+        streams: streams that `flush` flushes with standard output and stderr.
+        decides_exits: whether this object ends the job after an exit code other than 0; False once `JobEnd` decides.
         other_nodes: the job's other nodes; None before a strategy is built, and in a job on one node.
     """
 
@@ -60,10 +60,11 @@ class RankEnd:
         self._is_failing = False
 
     def catch_exceptions(self) -> None:
-        """Install a `sys.excepthook` by which an uncaught exception ends the job.
+        """Install a `sys.excepthook` that ends the job after an uncaught exception.
 
-        It calls the hook that was there before. It does nothing in an interactive program, or if the hook is already in
-        place. Call it again if the program has since set a hook of its own.
+        The method does nothing in an interactive program, or if the hook is in place. Call it again if the program may
+        have set another hook since. The hook calls the previous hook, too. It does nothing else for an error that does
+        not end the program, and in a process that is no rank.
         """
         previous = sys.excepthook
         if previous is self._excepthook or is_interactive():
@@ -100,7 +101,11 @@ class RankEnd:
         self._excepthook = sys.excepthook = excepthook
 
     def catch_exits(self) -> None:
-        """Make an exit code other than 0 end the job, unless all ranks exit together, or the program is interactive."""
+        """Make an exit code other than 0 end the job, unless all ranks exit together within 1 s.
+
+        It replaces `sys.exit` and `os._exit` by functions that remember or announce the exit, and registers an atexit
+        handler. It does nothing in an interactive program.
+        """
         if is_interactive():
             return
         remember_exits()
@@ -114,7 +119,9 @@ class RankEnd:
         self.abort(code)
 
     def end_job_for(self, error: BaseException, traceback: str, code: int) -> NoReturn:
-        """Print that this rank failed with `error`, unless another rank has printed the same error; end the job.
+        """Print that this rank failed with `error`, unless another rank has printed the same error; then end the job.
+
+        One rank of the job also prints the summary of the errors and the advice of `advice_for`.
 
         Args:
             traceback: the text of the traceback of `error`.
@@ -145,7 +152,7 @@ class RankEnd:
         self.abort(code)
 
     def say_last(self, text: str) -> None:
-        """Print `text` as this process ends: to its stderr, else by the observer, else to the launcher's stderr."""
+        """Print `text` before this process ends: on its stderr, else by the observer, else on the launcher's stderr."""
         self._say_last(f"\nmpistrat: {text}\n")
 
     def _say_last(self, text: str) -> None:
@@ -153,7 +160,11 @@ class RankEnd:
             say_on_launcher(self._pid, text)
 
     def abort(self, code: int) -> NoReturn:
-        """End all processes of the job with exit code `code`: by MPI_Abort, or by the launcher before MPI runs."""
+        """End all processes of the job with exit code `code` (1 for 0), this process included.
+
+        It flushes the streams, and calls MPI_Abort; before MPI runs, it asks the launcher. Under a fault tolerant MPI,
+        this process exits, and the launcher ends the job because of the exit code.
+        """
         self._is_ending()
         self.flush()
         # MPICH's launcher drops output that it has not read by then.
@@ -170,7 +181,7 @@ class RankEnd:
             os._exit(code or 1)
         elif in_main_thread or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             mpi.COMM_WORLD.Abort(code)
-            # MPI_Abort of MPICH returns once the launcher has been told.
+            # MPI_Abort of MPICH returns once it has told the launcher, before the launcher kills this process.
             time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_KILL)
         os._exit(code or 1)
 
@@ -180,11 +191,11 @@ class RankEnd:
         return os.getpid() == self._pid and not (mpi and mpi.Is_finalized())
 
     def _is_the_rank(self) -> bool:
-        """Whether the job is to end when this process ends.
+        """Whether the job is to end when this process fails.
 
-        Returns: False in an interactive program, in a fork, after MPI_Finalize, or if a launcher's script runs this
-            process and MPI has not started: the script may go on.
-            If the script fails, the observer reports this process.
+        Returns: False in an interactive program, in a fork, and after MPI_Finalize. Also False if the launcher runs a
+            script that has started this process, and MPI has not started, because the script may go on. If the script
+            fails, the observer reports this process.
         """
         if hasattr(sys, "ps1") or not self.is_running():
             return False
@@ -204,9 +215,9 @@ class RankEnd:
             observed.record.state = ENDING
 
     def _leave(self) -> None:
-        """At exit, end the job if this rank failed, or if its exit code is not 0 and not all ranks exit.
+        """At exit, end the job if this rank failed, or if its exit code is not 0 and not all ranks exit within 1 s.
 
-        It does nothing if `JobEnd` decides about exits.
+        It does nothing if `JobEnd` decides about exits. Called by: Python, as an atexit handler.
         """
         if not (self.decides_exits and self._is_the_rank()):
             return
@@ -217,9 +228,10 @@ class RankEnd:
             self.end_job(f"ending the job: {self.who} {end.how}", end.code)
 
     def _all_exit(self) -> bool:
-        """Whether all ranks of the job come to their ends within 1 s, as when all call sys.exit(2).
+        """Whether the programs of all ranks of the job end within 1 s, as when all call sys.exit(2). It waits for that.
 
-        It reads the records of this node: False if the job has ranks on other nodes, or this process is not observed.
+        It reads the records of this node's ranks, after it has set this rank's to LEFT. False if the job has ranks on
+        other nodes, or if this process has no record in a job's folder.
         """
         observed = observation.current
         if observed is None:
@@ -234,9 +246,10 @@ class RankEnd:
 
 
 def announce_exits() -> None:
-    """Wrap `os._exit`, once: before an exit with code 0, the rank tells the observer.
+    """Replace `os._exit` by a function that announces an exit with code 0 to the observer, and then exits.
 
-    Otherwise MPICH's launcher would return 0, even though other ranks have not finished.
+    Without the announcement MPICH's launcher returns 0 even if other ranks have not finished. The function waits until
+    the observer has seen that all ranks of the node exit, at most 1 s. A second call changes nothing.
     """
     original = os._exit
     if getattr(original, "is_announced", False):
@@ -246,8 +259,8 @@ def announce_exits() -> None:
     def exit_once_announced(status: int) -> NoReturn:
         try:
             if status == 0 and (observed := observation.announce_exit()):
-                # A launcher kills the other ranks as soon as one has ended without MPI_Finalize: so wait until the
-                # observer has seen that all ranks exit.
+                # A launcher kills the other ranks as soon as one has ended without MPI_Finalize. So this rank waits
+                # until the observer has seen that all ranks exit.
                 ranks = find_ranks(observed.folder.path)
                 soon(
                     lambda: all(r.record.exits == SEEN or r.is_gone for r in ranks),
@@ -262,9 +275,10 @@ def announce_exits() -> None:
 
 
 def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool]:
-    """Return the word for `error` in the log of errors, and whether all ranks raise this error.
+    """Return the word that stands for `error` in the log of errors, and whether all ranks raise this error.
 
-    The word is equal on ranks that have the error in common, see `FailureLog.add`. Args: own: this rank.
+    Ranks that have the error in common have the same word, or a word with a part in common, see `FailureLog.add`.
+    Args: own: this rank's number in the job.
     """
     of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
     if getattr(error, "raised_by_rank", "") and not error.__cause__:
@@ -285,7 +299,7 @@ def rank_end() -> RankEnd:
 
 
 def begin() -> None:
-    """From now on, end the job when this rank fails, if a launcher has started this process as a rank.
+    """End the job from now on when this rank fails, if a launcher has started this process as a rank; else do nothing.
 
     It starts no MPI and raises nothing.   Called by: the package when it is imported, and the code that starts MPI.
     """

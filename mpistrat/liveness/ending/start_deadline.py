@@ -17,7 +17,7 @@ from mpistrat.liveness.records.record import RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.settings import start_seconds
 
-# The program of a process that runs while its parent is inside MPI_Init. Its input ends if the parent goes on or dies.
+# The program of a process that runs while its parent is inside MPI_Init. Its stdin ends if the parent goes on or dies.
 _WATCHER = f"""
 import os, select, sys
 parent, seconds, message = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -35,10 +35,11 @@ os.kill(parent, 9)
 def start_deadline(
     what: str, *, rank: int | None = None, size: int | None = None
 ) -> Iterator[None]:
-    """End the job if the block takes longer than MPISTRAT_START_SECONDS (300 by default).
+    """End the job if the block takes longer than MPISTRAT_START_SECONDS (300 by default; 0: no limit).
 
-    The block makes the first collective call of the job's ranks. It must release the GIL while it waits: mpi4py's calls
-    do, except for MPI_Init, see `init_deadline`. Even without a limit, the rank's record shows that the rank waits.
+    Entered around: the first collective call of the job's ranks, such as the duplication of a communicator. It yields
+    None. The block must release the GIL while it waits, because a thread ends the job. mpi4py's calls do so, except for
+    MPI_Init, see `init_deadline`. Even without a limit, the rank's record shows that the rank waits.
 
     Args:
         what: the name of the call, for the message.
@@ -58,10 +59,10 @@ def start_deadline(
 
 @contextmanager
 def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterator[None]:
-    """End the job if MPI_Init, the block, takes longer than MPISTRAT_START_SECONDS.
+    """End the job if the block, a call of MPI_Init, takes longer than MPISTRAT_START_SECONDS (0: no limit).
 
-    mpi4py holds the GIL there, so a child process watches the time, prints the message, and kills this process. Without
-    a Python interpreter for the child there is no limit.
+    mpi4py holds the GIL in MPI_Init. So a child process watches the time, prints the message, and kills this process;
+    the launcher then ends the job. Without a Python interpreter for the child there is no limit.
 
     Args:
         rank: this rank's number, for the message; None if it is not known.
@@ -77,8 +78,8 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
 
     message = f"\nmpistrat: {_message('MPI_Init', seconds, rank, size)}\n"
     command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
-    # A session of its own: Ctrl-C does not make the process print a traceback. It gets none of the launcher's
-    # variables, and only stderr as output, so that it keeps no other pipe open.
+    # The child has its own session, so that it prints no traceback on Ctrl-C. It gets none of the launcher's variables,
+    # and only stderr as output, so that it keeps no other pipe open.
     with (
         subprocess.Popen(  # the end of the block closes its input
             command,
@@ -94,9 +95,12 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
 
 @contextmanager
 def _starting(size: int | None) -> Iterator[None]:
-    """In the block, this rank's record shows since when the rank waits for all ranks of the job to start.
+    """Let this rank's record show in the block that the rank waits for all ranks of the job to start, and since when.
 
-    Args: size: number of ranks that the block waits for. If the job has more ranks, the record stays unchanged.
+    The observer reads the record.
+
+    Args: size: number of ranks that the block waits for. If it is not the number of the job's ranks, or None, the
+        record stays unchanged.
     """
     observed = observation.current
     record = observed.record if observed and observed.record.size == size else RankRecord(None)

@@ -1,7 +1,7 @@
 """`FailureDetector`: finds ranks of this node that are dead, or wait for other ranks.
 
-The kernel reports deaths: by a pidfd of each rank, and by the end of a FIFO ("line") that each rank holds open. The
-ranks' records show the ranks that have not entered a collective.
+The kernel reports deaths by a pidfd of each rank, and closed files by the end of a FIFO ("line") that each rank holds
+open. The ranks' records show the ranks that have not entered a collective.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from mpistrat.liveness.records.watch import has_not_come
 
 @dataclass(eq=False)
 class ObservedRank:
-    """A rank of this node, as other processes see it.
+    """A rank of this node, as another process sees it: mostly the observer.
 
     Attributes:
         record: a view of the rank's record.
         stacks: path of the file to which faulthandler writes the rank's stacks.
         inode: the inode of the record's file.
-        script: the pid of the process that the launcher has started, if the rank is its child: a script may go on after
+        script: the pid of the script that the launcher has started and that has started the rank: it may go on after
             the rank. 0: the launcher has started the rank itself.
-        starter: the pid of the launcher or its daemon; 0 if none is found.
+        starter: the pid of the launcher, or of its daemon on this node; 0 if none is found.
         script_file: a pidfd of `script`; None without a script, or if it has ended.
-        dead: whether the rank's process has died.
-        status: the wait status of the dead process; None if it is not known.
+        dead: whether the detector has noticed that the rank's process has died.
+        status: the wait status of the dead process; None while it lives, and if it is not known.
         lost: whether the rank is dead and the other ranks went on without it.
-        closed: the place of this rank in the order in which ranks closed their files, from 1; 0: they are open.
-        closed_alive: whether the process lived on after it had closed its files.
-        became: the command of the program that the rank became by exec, if that closed its files; else "".
+        closed: 1 if the files of this rank were the first to be closed on the node, 2 for the second rank, and so on; 0
+            while they are open.
+        closed_alive: whether the process lived on after its files were closed.
+        became: the command of the program that the rank became by exec, if that closed the files; else "".
     """
 
     record: RankRecord
@@ -72,7 +73,7 @@ class ObservedRank:
     def other_program(self) -> str:
         """The command of the program that the rank's process has become by exec; "" if it still is the rank's program.
 
-        It is found by the signal that asks a rank for its stack: after an exec the process no longer catches it.
+        After an exec the process no longer catches the signal that asks a rank for its stack: so an exec is noticed.
         """
         number = self.record.stack_signal
         is_the_rank = not number or self.letter in DEAD or processes.catches(self.pid, number)
@@ -85,11 +86,12 @@ class ObservedRank:
 
     @property
     def ended_well(self) -> bool:
-        """Whether the dead rank needs no report.
+        """Whether the death of the rank needs no report; asked only of a dead rank.
 
-        True if it had left, had ended the job, or had no communicator and returned 0. False if a signal killed a rank
-        that had left, unless its record has moved to another folder. If a script ran a rank without a communicator, the
-        script counts: True if it still lives, or is not known to have failed.
+        True if its program had ended, if it was ending the job, or if it had no communicator and returned 0. But False
+        if a signal killed it after its program had ended, unless its record has moved to another folder. For a rank
+        without a communicator that a script has started, the script counts: True if the script still lives, or is not
+        known to have failed.
         """
         state, status = self.record.state, self.status
         if self.script and not self.record.slots():
@@ -102,19 +104,22 @@ class ObservedRank:
 
     @property
     def replaceable(self) -> bool:
-        """Whether the launcher's script still lives: the next program that it runs may become this rank."""
+        """Whether a script has started the rank and still lives, so that its next program may become this rank."""
         return state_of(self.script) not in DEAD
 
     @property
     def has_ended(self) -> bool:
-        """Whether the rank has come to its end, alive or dead, and no later program may become this rank."""
+        """Whether the rank's program has ended without a failure, and no later program may become this rank.
+
+        The process may be alive or dead. False for a dead rank that needs a report.
+        """
         if self.dead:
             return (self.record.has_left or self.ended_well) and not self.replaceable
         return self.record.has_left
 
     @property
     def calls(self) -> dict[int, int]:
-        """Number of the rank's calls on each of its communicators, by the hash of the communicator's name."""
+        """From the hash of a communicator's name to the number of collectives that the rank has entered on it."""
         return {slot.group: slot.calls for slot in self.record.slots()}
 
     @property
@@ -133,7 +138,7 @@ class ObservedRank:
 
 
 def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
-    """Return the ranks that have a record in the job's folder, in the order of ranks.
+    """Return an `ObservedRank` for each rank with a finished record in the job's folder, in the order of ranks.
 
     Args: known: inodes of records to leave out.
     """
@@ -149,12 +154,12 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective in which some ranks of this node wait.
+    """A collective in which some ranks of this node wait. Made by: `waits`.
 
     Attributes:
-        inside: the ranks that wait, with their slots of the communicator.
-        missing: ranks of this node that have not entered the collective.
-        elsewhere: number of the communicator's ranks on other nodes.
+        inside: the ranks of this node that wait, at least one, with a copy of each rank's slot for the communicator.
+        missing: ranks of this node that have not entered the collective; [] if all have.
+        elsewhere: number of the communicator's ranks that are not known on this node.
         members: the communicator's ranks as numbers in the job, if ranks wrote them by `note_members`; else empty.
     """
 
@@ -165,7 +170,7 @@ class Wait:
 
     @property
     def slot(self) -> CommunicatorSlot:
-        """The slot of one waiting rank. The call's number and the communicator's data are the same for all of them."""
+        """The slot of one waiting rank. Call number and communicator are the same in the slots of all waiting ranks."""
         return next(iter(self.inside.values()))
 
     @property
@@ -174,7 +179,10 @@ class Wait:
 
     @property
     def suspects(self) -> list[ObservedRank]:
-        """The ranks of this node that others may wait for: the missing ranks, else waiting ranks that stand still."""
+        """The ranks of this node that may hold the others up: the missing ranks.
+
+        If none is missing: waiting ranks that are dead or stopped; [] without any.
+        """
         return self.missing or [rank for rank in self.waiting if rank.stands_still]
 
     @property
@@ -184,28 +192,30 @@ class Wait:
 
     @property
     def timeout(self) -> float:
-        """The seconds after which the waiting ranks themselves raise an error; 0: never."""
+        """The shortest time in seconds after which one of the waiting ranks itself raises an error; 0: never."""
         return min((s.timeout for s in self.inside.values() if s.timeout), default=0.0)
 
     @property
     def limit(self) -> float:
-        """The seconds that the collective may last; 0: no limit."""
+        """The seconds after which the observer reports the collective as a stall; 0: never."""
         return self.waiting[0].record.limit_of(self.timeout)
 
     @property
     def noticed(self) -> bool:
-        """Whether the observer has reported the missing ranks to all of the waiting ranks, after the timeout."""
+        """Whether the observer has reported this collective after its timeout, and noted that in each waiting rank."""
         return all(rank.record.noticed == slot.entry for rank, slot in self.inside.items())
 
     def lasts(self) -> bool:
-        """Whether one of the waiting ranks is still in this collective."""
+        """Whether one of the ranks in `inside` is still in this collective, by its present record."""
         call = self.slot.group, self.slot.calls
         slots = itertools.chain.from_iterable(rank.record.slots() for rank in self.inside)
         return any((slot.group, slot.calls) == call and slot.since for slot in slots)
 
 
 def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
-    """Return a `Wait` for each communicator on which a living rank is in a collective, the longest wait first.
+    """Return a `Wait` for each communicator on which a living rank of `ranks` is in a collective, the longest first.
+
+    If a communicator's ranks are in several calls, the `Wait` is for the last of them. [] if no rank is in a call.
 
     Args: of_the_dead: also count ranks that died in a collective.
     """
@@ -226,11 +236,12 @@ def _wait_of(
     waiting: Sequence[tuple[ObservedRank, CommunicatorSlot]],
     calls: dict[ObservedRank, dict[int, int]],
 ) -> Wait:
-    """Return the wait in a communicator's last collective: the call with the highest number that a rank is in.
+    """Return the `Wait` in a communicator's last collective: the call with the highest number that a rank is in.
 
     Args:
-        waiting: the ranks that are in a collective of the communicator, with their slots.
-        calls: for each rank of this node, the number of its calls on each communicator, by the hash of its name.
+        waiting: the ranks that are in a collective of the communicator, at least one, with their slots.
+        calls: for each rank of this node, a dict from the hash of a communicator's name to the number of the rank's
+            calls on it.
     """
     last = max((slot for _, slot in waiting), key=operator.attrgetter("calls"))
     inside = {rank: slot for rank, slot in waiting if slot.calls == last.calls}
@@ -241,7 +252,7 @@ def _wait_of(
 
 
 def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[ObservedRank]:
-    """Return the ranks of this node that other ranks wait for in a collective.
+    """Return the ranks of `ranks` that have not entered a collective in which other ranks of this node wait.
 
     Args: of_the_dead: also count ranks that died in a collective as waiting.
     """
@@ -253,10 +264,10 @@ class FailureDetector:
 
     Args: when_one_ends: called at once with a rank that announces its exit, closes its files, or dies.
     Attributes:
-        ranks: the ranks that were found so far, by number.
-        deaths: the dead ranks, in the order in which the kernel reported them.
-        first_died: when the first of them died, by `time.monotonic()`; 0.0 while all live, and after the other ranks
-            went on without a lost rank.
+        ranks: from a rank's number in the job to the rank, for all ranks that were found so far.
+        deaths: the dead ranks, in the order in which the kernel reported their deaths.
+        first_died: when the first rank died, by `time.monotonic()`; 0.0 while all live, and after the other ranks went
+            on without a lost rank.
     """
 
     def __init__(self, folder: str, when_one_ends: Callable[[ObservedRank], None]) -> None:
@@ -272,9 +283,9 @@ class FailureDetector:
         self._when_one_ends = when_one_ends
 
     def find(self) -> list[ObservedRank]:
-        """Return the ranks with new records in the folder, and watch them from now on.
+        """Return the ranks with records that this detector has not seen before, and watch them from now on.
 
-        A new record replaces the rank's old one, because a launcher's script may run one program after another.
+        A rank's new record replaces its old one, because a launcher's script may run one program after another.
         """
         found = find_ranks(self._folder, known={rank.inode for rank in self.ranks.values()})
         for rank in found:
@@ -299,7 +310,10 @@ class FailureDetector:
         return found
 
     def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or when ranks die. Then wait for ranks that die within 0.4 s after the first."""
+        """Wait `seconds`, or less if a rank dies, closes its files or announces its exit.
+
+        If a rank has died, wait until 0.4 s have passed since the first death, or all ranks are dead.
+        """
         self._wait(seconds)
         until = self.first_died + deadlines.OBSERVER_WAITS_FOR_JOINT_DEATHS
         while self.deaths and not self.all_are_dead and (left := until - time.monotonic()) > 0:
@@ -316,11 +330,18 @@ class FailureDetector:
         return [rank for rank in self.ranks.values() if not rank.lost]
 
     def unexplained(self) -> list[ObservedRank]:
-        """Return the dead ranks that need a report: not ended well, not lost, not killed because of another rank."""
+        """Return the dead ranks that need a report, in the order of `deaths`; [] without any.
+
+        Left out are ranks that ended well, lost ranks, and ranks that the launcher killed because of another rank.
+        """
         return [r for r in self.deaths if not (r.ended_well or r.lost or self._killed_in_turn(r))]
 
     def _killed_in_turn(self, rank: ObservedRank) -> bool:
-        """Whether the launcher may have killed the dead rank because another rank had returned an exit code."""
+        """Whether the launcher may have killed the dead rank because another rank had exited.
+
+        True if a signal that launchers use killed it, and either a rank that ended well has exited, or any rank has
+        exited and this rank's program had ended.
+        """
         if rank.status not in AS_LAUNCHERS_KILL:
             return False
         returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
@@ -328,13 +349,19 @@ class FailureDetector:
         return had_left or any(r.ended_well for r in returned)
 
     def others_may_go_on(self) -> bool:
-        """Whether other ranks may go on without the dead: a rank lives, has left, or may live on another node."""
+        """Whether there may be ranks that can go on without the dead ranks.
+
+        True if a rank of this node lives or its program had ended, or if the job has ranks on other nodes.
+        """
         ranks = list(self.ranks.values())
         elsewhere = len(ranks) < ranks[0].record.size
         return elsewhere or any(not r.dead or r.record.state == LEFT for r in ranks)
 
     def exited_together(self, unexplained: Collection[ObservedRank]) -> bool:
-        """Whether all ranks have ended by os._exit(0) after the same calls, or may do so within 1 s.
+        """Whether all ranks may have ended by os._exit(0) after the same collectives. Then nothing is to be reported.
+
+        While ranks live, True only in the first second after the first death, if the dead ranks have returned 0 and no
+        rank waits for them in a collective.
 
         Args: unexplained: the dead ranks of `unexplained()`.
         """
@@ -390,10 +417,11 @@ class FailureDetector:
 
 
 def others_may_start(ranks: Collection[ObservedRank]) -> bool:
-    """Whether other ranks of the job may be still to start, although all of `ranks` have ended.
+    """Whether ranks of the job may not have started yet, although all of `ranks` have ended.
 
-    Args: ranks: all ranks that were found, at least one.
-    Returns: False if a rank had a communicator, if all ranks of the job are there, or if the launcher has no child.
+    Args: ranks: all ranks that were found on this node, at least one.
+    Returns: True if the launcher has a child process. But False if a rank had a communicator, or if all ranks of the
+        job were found.
     """
     first = next(iter(ranks))
     communicators = sum(len(rank.record.slots()) for rank in ranks)
@@ -403,13 +431,15 @@ def others_may_start(ranks: Collection[ObservedRank]) -> bool:
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:
-    """Return the rank that died first and so caused the other deaths: the launcher kills the other ranks then.
+    """Return the rank that died by itself, so that the launcher killed the other ranks.
 
-    The kernel may report another rank first: a dying process closes its files, and its connection to the launcher, a
-    while before it counts as dead. So the order of closed files counts. A rank that a launcher has not killed comes
-    first, then a rank that others waited for in a collective.
+    It is the first rank with a known status other than SIGKILL and SIGTERM, the signals of launchers; without one, the
+    first rank that others waited for in a collective; without one, the first rank. "First" means that its files were
+    closed first, because a dying process closes its files, and its connection to the launcher, a while before the
+    kernel reports its death.
 
-    Args: deaths: the dead ranks, at least one, in the order in which the kernel reported them.
+    Args: deaths: the dead ranks, at least one, in the order in which the kernel reported them. This order counts if
+        the files of a rank were not seen to close.
     """
     if all(rank.closed for rank in deaths):
         deaths = sorted(deaths, key=operator.attrgetter("closed"))
@@ -422,6 +452,6 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
 
 
 def calls_differ(ranks: Collection[ObservedRank]) -> bool:
-    """Whether ranks made different numbers of calls on a communicator, or a rank is or died in a call."""
+    """Whether two ranks made different numbers of calls on a communicator, or a rank is in a call, or died in one."""
     calls = {made for rank in ranks for made in rank.calls.items()}
     return any(rank.inside for rank in ranks) or len(calls) > len(dict(calls))

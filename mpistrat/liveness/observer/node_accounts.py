@@ -1,7 +1,7 @@
-"""Accounts of the ranks on other nodes, for a node's observer.
+"""Accounts: texts and numbers about the activity of the ranks on other nodes, for a node's observer.
 
-The observer has no connection to other nodes. It sets ASK in the record of a rank that waits. That rank's thread asks
-ranks of the other nodes over MPI, and writes their accounts, one for each node, to the job's folder.
+The observer has no connection to other nodes. It sets the word ASK in the record of a rank that waits. A thread of this
+rank asks ranks of the other nodes over MPI, and writes their accounts, one for each node, to the job's folder.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FILE = "elsewhere"
 
 @dataclass(frozen=True)
 class Account:
-    """An account of the ranks of a node.
+    """The calls, and the present activity, of the ranks of one node.
 
     Attributes:
-        calls: for each rank, the number of its calls on each communicator, by the hash of the communicator's name. The
-            keys are texts, as in JSON.
+        calls: from a rank's number in the job to a dict, from the hash of a communicator's name to the number of the
+            rank's calls on it. The keys of both are texts, as in JSON.
         lines: lines for a report, with the present activity of the ranks.
     """
 
@@ -32,18 +32,24 @@ class Account:
     lines: list[str]
 
     def missing(self, group: int, call: int, members: Collection[int] = ()) -> list[int]:
-        """Return the ranks of a communicator that have not entered its call number `call`, as numbers in the job.
+        """Return the ranks of this node that have not entered call number `call` of a communicator; [] without any.
+
+        They are numbers in the job.
 
         Args:
             group: the hash of the communicator's name.
-            members: ranks of the communicator that may not have made it yet.
+            members: ranks of the communicator, as numbers in the job: of these, a rank that has not made the
+                communicator is missing, too.
         """
         made = {int(rank): calls.get(str(group)) for rank, calls in self.calls.items()}
         return [r for r in made if has_not_come(made[r], call, is_member=r in members)]
 
 
 def leave_accounts(folder: str, accounts: list[Account]) -> None:
-    """Write the accounts of the other nodes to the job's folder, in one step. Called by: the rank that has asked."""
+    """Write the accounts of the other nodes to the job's folder, so that the observer sees all or none of them.
+
+    Called by: the rank that has asked the other nodes.
+    """
     path = os.path.join(folder, _FILE)
     with create(path + ".new") as file:
         json.dump([asdict(account) for account in accounts], file)
@@ -51,7 +57,7 @@ def leave_accounts(folder: str, accounts: list[Account]) -> None:
 
 
 def forget_accounts(folder: str) -> None:
-    """Remove the accounts of an earlier question. Called by: the observer, before it asks."""
+    """Remove the accounts of an earlier stall from the job's folder. Called by: the observer, before it asks."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, _FILE))
 

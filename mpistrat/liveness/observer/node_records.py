@@ -23,10 +23,10 @@ from mpistrat.settings import raises_on_stall, stall_seconds
 
 
 class NodeRecords:
-    """This rank's record, and the records of other ranks of its node that it reads.
+    """Makes the watch of each communicator (its slots in the ranks' records), and this rank's record for it.
 
-    Attributes: record: this rank's record. Other processes see it after the first `watch_of`, if there is a folder for
-        it.
+    Attributes: record: this rank's record. Until the first `watch_of` no other process sees it; afterwards it is in the
+        job's folder, if there is one.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,10 @@ class NodeRecords:
         self._read: dict[str, RankRecord] = {}  # by path
 
     def watch_of(self, comm: MPI.Intracomm, name: str) -> CommunicatorWatch:
-        """Return this rank's watch of a new communicator of ours over `comm`. Collective over `comm`.
+        """Return this rank's watch of a new communicator of ours over `comm`: its slots in the ranks' records.
 
-        The first call makes the process's record and starts the node's observer, if none runs.
+        Collective over `comm`. The first call also puts this rank's record into the job's folder, and starts the node's
+        observer if none runs. If the record has no free slot, the watch has a record that no other process sees.
 
         Args: name: the communicator's name, the same on all ranks.
         """
@@ -45,7 +46,8 @@ class NodeRecords:
         self._join(node)
         record, first, peers = self.record, comm.bcast(MPI.COMM_WORLD.rank), None
         while (slot := record.new_slot(_hash(name), comm.size, first)) is None:
-            # The rank's record has no free slot: nobody observes `comm`.
+            # The rank's record has no free slot, so the slot is in a new record in this process's memory: nobody
+            # observes `comm`.
             record = _start(RankRecord(None))
         if node.size == comm.size and self.see_each_other(node, record):
             slots = node.allgather((record.path, slot))
@@ -59,9 +61,13 @@ class NodeRecords:
     def watch_of_members(
         self, watch: CommunicatorWatch, ranks: Sequence[int], name: str
     ) -> CommunicatorWatch:
-        """Return this rank's watch of a group of some ranks of `watch` that have no communicator yet. Not collective.
+        """Return this rank's watch of a group of ranks that have no communicator yet. Not collective.
+
+        Called by: groups of torch.distributed, before the group's first meeting.
 
         Args:
+            watch: the watch of a communicator with all these ranks. The new watch takes its `crowded`,
+                `revocable_group` and `tell_others`.
             ranks: the group's ranks, as numbers in the job.
             name: the group's name, the same on all its ranks.
         """
@@ -73,7 +79,10 @@ class NodeRecords:
         return dataclasses.replace(watch, record=self.record, slot=slot, peers=None)
 
     def see_each_other(self, node: MPI.Intracomm, record: RankRecord) -> bool:
-        """Whether all ranks of `node` can read each other's `record`. Collective over `node`."""
+        """Whether all ranks of `node` can read each other's records. Collective over `node`.
+
+        Args: record: this rank's record.   Returns: False if a rank's record is no file, or is in another container.
+        """
         readable = all(map(self._is_readable, node.allgather(record.path)))
         # Not allreduce: mpi4py makes a duplicate for it, and nobody revokes the duplicate when a rank is lost.
         return all(node.allgather(readable))
@@ -87,9 +96,10 @@ class NodeRecords:
         return path in self._read
 
     def _join(self, node: MPI.Intracomm) -> None:
-        """Put this rank's record into the job's folder, and wait until the node's observer has seen it.
+        """Put this rank's record into the job's folder, and wait at most 1 s until the node's observer has seen it.
 
-        Collective over `node`, even if this process has joined already. It starts an observer if none looks.
+        If the observer has not, `node`'s rank 0 starts another. Collective over `node`, even if this rank's record is
+        there already. Without a folder (no space, no right to write) the record stays in this process's memory.
         """
         folder, is_new = self._open_folder(node)
         held = node.allgather((folder and folder.path, process_namespace()))
@@ -122,10 +132,9 @@ class NodeRecords:
             )
 
     def _open_folder(self, node: MPI.Intracomm) -> tuple[JobFolder | None, bool]:
-        """Return the job's folder that this process holds, and whether it is new.
+        """Return the job's folder that this process holds, None if it holds none; and whether it was made just now.
 
-        The first rank of a node makes the folder, and removes folders of killed jobs. Other ranks return None if they
-        hold no folder yet.
+        In its first call, rank 0 of `node` removes folders of killed jobs, and makes the folder if it holds none.
         """
         folder = observation.current.folder if observation.current else None
         if node.rank == 0 and not self._has_joined:
@@ -137,9 +146,9 @@ class NodeRecords:
         return folder, False
 
     def _move_record_to(self, path: str, held: JobFolder | None) -> None:
-        """Put this rank's record into the job's folder `path`, unless it is there.
+        """Put this rank's record into the job's folder `path`, unless it is there, and set `record`.
 
-        Args: held: the folder that this process holds; it may be another job's. None: it holds none.
+        Args: held: the folder that this process holds, perhaps another one than `path`; None: it holds none.
         Raises: OSError if the folder cannot be used.
         """
         observed = observation.current

@@ -1,6 +1,7 @@
-"""A rank's side of observation: it puts its record into the job's folder, and starts the node's observer.
+"""Makes this process observable: puts its record into the job's folder, and starts the node's observer.
 
-This begins when mpistrat is imported, if a launcher started this process: a rank may die before it builds a strategy.
+This begins when mpistrat is imported, if a launcher started this process, because a rank may die before it builds a
+strategy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.machine.private_files import create, private
 from mpistrat.settings import rank_pid
 
-# The observer's program. It forks and the parent ends: a rank that waits for its children does not wait for it.
+# The observer's program. It forks and the parent ends, so that a rank that waits for its children need not wait for it.
 _MAIN = f"""
 import os
 if os.fork():
@@ -38,12 +39,13 @@ main(sys.argv[1])
 
 @dataclass(frozen=True)
 class Observed:
-    """The things that make this process observable, held until it ends.
+    """The folder, record and FIFO by which other processes observe this process until it ends. Made by: `join`.
 
     Attributes:
         folder: the job's folder.
-        record: this process's record.
-        line: descriptor of the rank's FIFO: its end tells the observer that the process has closed its files.
+        record: this process's record in the folder.
+        line: the descriptor of the rank's FIFO, held open. When it closes, the observer sees that the process has
+            closed its files or died.
     """
 
     folder: JobFolder
@@ -59,8 +61,8 @@ def begin() -> bool:
 
     It starts no MPI and raises nothing.   Called by: `rank_end.begin`.
 
-    Returns: whether this process is a rank. False for a process that a rank has started, and if the process is already
-        observed.
+    Returns: True if this process is a rank and was not observed before; it may still have no record, because no folder
+        can be made or the job has no name yet. False for a process that a rank has started.
     """
     try:
         rank_and_size = launcher.certain_rank()
@@ -86,15 +88,16 @@ def begin() -> bool:
 
 
 def _is_of_multiprocessing() -> bool:
-    """Whether this process is a child of Python's multiprocessing, and so no rank."""
+    """Whether Python's multiprocessing has started this process, so that it is no rank."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None
 
 
 def join(folder: JobFolder, rank: int, size: int) -> Observed:
-    """Make this process's record in `folder`, and set `current`. The record has no limits yet.
+    """Make this process's record in `folder`, set `current`, and return it. The record has no limits yet.
 
-    A record that this process has in another folder is removed.
+    It opens the rank's FIFO, and registers the signal that asks for this process's stack. If this process had a record
+    in another folder, that is removed.
 
     Raises: OSError if a file cannot be made; FileExistsError if another living process has the rank's record.
     """
@@ -124,14 +127,17 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
 
 
 def remember_mappings() -> None:
-    """List MPI's files in memory that this process maps: the observer removes them when the job has ended."""
+    """Write a list of MPI's files in memory that this process maps, so that the observer removes them after the job.
+
+    It does nothing if this process is not observed. Called by: a rank after MPI's start, and before it ends the job.
+    """
     if current is not None:
         with contextlib.suppress(OSError):
             current.folder.remember_mappings(current.record.rank)
 
 
 def wait_until_observed() -> None:
-    """Wait until an observer has looked at this process, at most 1 s.
+    """Wait at most 1 s until an observer has looked at this process; return at once if it has no record in a folder.
 
     The observer can report how a rank died only if it has seen the rank alive.
     """
@@ -142,7 +148,8 @@ def wait_until_observed() -> None:
 def start_observer(folder: str) -> None:
     """Start a process that observes the ranks with records in `folder`; it ends at once if another observer runs.
 
-    The observer inherits no descriptor: it outlives this process, and a reader of a pipe would wait for its end.
+    It waits at most 10 s until Python has started there, and raises nothing if it cannot be started. The observer
+    inherits no descriptor, because it outlives this process, and the reader of a pipe would wait for it.
     """
     import subprocess  # here, because it makes importing mpistrat slower
 
@@ -158,10 +165,10 @@ def start_observer(folder: str) -> None:
 
 
 def say(text: str) -> bool:
-    """Have the observer print `text` on the stderr of another process.
+    """Have the observer print `text` on the stderr of another rank or of the launcher.
 
-    Called by: a rank that has no usable stderr of its own and is about to end.
-    Returns: whether the observer has taken the text within 1.5 s; False without an observer.
+    Called by: a rank that is about to end and has no usable stderr.
+    Returns: True if the observer has taken the text within 1.5 s; False if not, or if this process is not observed.
     """
     if current is None or os.getpid() != current.record.pid:
         return False
@@ -175,11 +182,13 @@ def say(text: str) -> bool:
 
 
 def announce_exit() -> Observed | None:
-    """Announce to the observer that this process is about to end by os._exit(0), and wait at most 1 s for its answer.
+    """Tell the observer that this process is about to end by os._exit(0), and wait at most 1 s for its answer.
 
-    If no other rank ends, this is a failure. The launcher may kill all ranks at once: so the observer must know before.
+    If no other rank ends, the exit is a failure. The observer must know of it before, because the launcher may then
+    kill all ranks at once.
 
-    Returns: `current`; None if this process is not observed, has left, or has no communicator.
+    Returns: `current`; None, and nothing is announced, if this process is not observed, if its program has ended, or
+        if it has no communicator.
     """
     if current is None or os.getpid() != current.record.pid:
         return None
@@ -194,14 +203,14 @@ def announce_exit() -> Observed | None:
 
 
 def wake_observer(record: RankRecord) -> None:
-    """Let the rank's observer go on if it is stopped (state T); else it would stay for ever."""
+    """Send SIGCONT to the observer of `record` if it is stopped (state T), because it would stay for ever."""
     if state_of(record.observer) == "T" and command_of(record.observer).endswith(record.folder):
         with contextlib.suppress(OSError):
             os.kill(record.observer, signal.SIGCONT)
 
 
 def has_lost_files() -> bool:
-    """Whether the program has closed our FIFO, and so most likely MPI's files, too; False if not observed."""
+    """Whether the program has closed this rank's FIFO, and so most likely MPI's files, too; False if not observed."""
     if current is None or os.getpid() != current.record.pid:
         return False
     with contextlib.suppress(OSError):
@@ -210,9 +219,9 @@ def has_lost_files() -> bool:
 
 
 def _leave(record: RankRecord) -> None:
-    """At exit, record that this rank has left if it has no strategy; else `JobEnd` has recorded it.
+    """At exit, set the record's state to LEFT if this rank has built no strategy; otherwise `JobEnd` sets the state.
 
-    The observer then reports ranks that wait for this rank to start.
+    So the observer can report ranks that wait for this rank to start. It also wakes up a stopped observer.
     """
     if os.getpid() == record.pid:
         if record.state == RUNNING and not record.slots():
@@ -221,10 +230,10 @@ def _leave(record: RankRecord) -> None:
 
 
 def speak_on_signal(record: RankRecord, stacks: str) -> None:
-    """Have faulthandler write this process's Python stack to the file `stacks` on a signal, even under the GIL.
+    """Have faulthandler write the main thread's Python stack to the file `stacks` on a signal, even if the GIL is held.
 
-    The first free real-time signal is taken, and set in the record. Fatal signals are written to the file, too, unless
-    the program has enabled faulthandler.
+    It takes the highest free real-time signal and writes its number to the record; 0 stays there if none is free.
+    faulthandler also writes the stacks to the file on a fatal signal, unless the program has enabled faulthandler.
     """
     # The file stays open until the process ends.
     file = private(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -234,8 +243,8 @@ def speak_on_signal(record: RankRecord, stacks: str) -> None:
     taken = signals_of(os.getpid(), "SigCgt", "SigIgn")
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if not taken >> (number - 1) & 1:
-            # Only the stack of the thread that gets the signal: this is the main thread while it lives. The stacks of
-            # threads that run meanwhile cannot be read without the risk of a crash.
+            # faulthandler writes only the stack of the thread that gets the signal: the main thread, while it lives.
+            # Reading the stack of a thread that runs meanwhile may crash.
             faulthandler.register(number, file, all_threads=False, chain=False)
             record.stack_signal = number
             return

@@ -1,12 +1,12 @@
 """The observer: one small process per node that watches the ranks, reports for them, and ends a moment after them.
 
-It runs in a session of its own, safe from the launcher's clean-up, and holds no descriptor of the launcher's. It sleeps
-in epoll, so that deaths wake it up at once, and looks at the records twice a second, more often at the start.
+It runs in its own session, so that the launcher's clean-up does not kill it, and holds no descriptor of the launcher.
+It sleeps in epoll, so that deaths wake it up at once, and looks at the records twice a second, more often at the start.
 
-It reports once, on a rank's stderr and in a file: a rank that dies without a word, a collective that lasts longer than
-the limit, or a rank that has ended while others wait for it to start. It prints the report and has the ranks end the
-job before it writes the file, because the file system may hang. It kills ranks that do not react. MPICH's launcher may
-still return 0 when a rank ended by os._exit(0): then the observer kills the launcher, too.
+It makes one report, on a rank's stderr and in a file: of a rank that dies without a message, of a collective that lasts
+longer than the limit, or of a rank that has ended while others wait for it to start. It prints the report and has the
+ranks end the job before it writes the file, because the file system may hang. It kills ranks that do not react. If a
+rank has ended by os._exit(0), MPICH's launcher may still return 0, so the observer kills the launcher, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ _OUTCOMES = {END: "Ending the job.", RAISE: "Raising StallError on the ranks tha
 
 
 class Observer:
-    """Decides by its `FailureDetector` whether ranks failed or wait too long, reports it, and makes the job end."""
+    """Observes the ranks of one node: reports ranks that failed or wait too long, and makes the job end.
+
+    Made by: the observer's process, to `run`; a rank's `FallbackObserver`, to `report_stall`.
+
+    Args: folder: the job's folder, with the ranks' records.
+    """
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
@@ -53,17 +58,18 @@ class Observer:
         # When a rank was first seen to end the job; infinite: not yet.
         self._ending_since = math.inf
         self._killed = False
-        # When ranks at their ends were first seen while others wait for all to start; infinite: not yet.
+        # When ended ranks were first seen while other ranks wait for all ranks to start; infinite: not yet.
         self._absent_since = math.inf
-        # When ranks were first seen to wait at their ends; infinite: not yet.
+        # When ranks were first seen to wait for the other ranks after their programs had ended; infinite: not yet.
         self._leaving_since = math.inf
         self._noticed_leaving = False
         self._has_noticed_wait = False
 
     def run(self) -> None:
-        """Observe until no rank is left and none is still to start; then remove the folder.
+        """Observe the ranks until all have ended and no rank can start any more; then remove the folder.
 
-        At the end, kill a launcher that would return 0 although the observer has reported a failure.
+        The folder stays if another process still holds it after some seconds, see `_patience`. At the end, kill a
+        launcher that would return 0 although the observer has reported a failure.
         """
         detector, alone_since = self._detector, time.monotonic()
         while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
@@ -97,22 +103,30 @@ class Observer:
         self._tell_where_the_report_is(0.0)
 
     def report_stall(self) -> None:
-        """Report a stall if there is one. Called by: a rank (`FallbackObserver`), if no observer runs on this node."""
+        """Look at the ranks once, and report a stall if there is one.
+
+        Called by: a rank (`FallbackObserver`), if the node's observer is gone or stopped.
+        """
         self._find_ranks()
         self._judge_waits()
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
 
     def _patience(self) -> float:
-        """Return how many seconds to wait without living ranks while another process holds the folder.
+        """Return how many seconds to go on without living ranks while another process holds a lock on the folder.
 
-        The process may be a rank that is about to make its record, or a child of a rank.
+        The other process may be a rank that is about to make its record, or a child of a rank: 60 s before the first
+        rank was found, and 2 s afterwards.
         """
         if self._detector.ranks:
             return deadlines.OBSERVER_WAITS_FOR_LATE_RANK
         return deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
 
     def _others_may_start(self) -> bool:
-        """Whether ranks may be still to start: these would wait for ranks that have ended, and need a report."""
+        """Whether ranks of the job may start after all ranks of this node have ended: then the observer stays.
+
+        Late ranks would wait for ranks that have ended, and that needs a report. False once the observer has reported,
+        and 300 s after the first death.
+        """
         dead_for = time.monotonic() - self._detector.first_died
         is_early = dead_for < deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START and not self._reported
         return is_early and failure_detector.others_may_start(self._detector.ranks.values())
@@ -124,15 +138,16 @@ class Observer:
         self._promise_to_look(0.0)
 
     def _speakers(self) -> Iterator[int]:
-        """Yield the pids of processes to borrow a stderr of: the living ranks, then the launcher."""
+        """Yield the pids of processes that may lend their stderr to the observer: living ranks, then the launcher."""
         yield from (rank.pid for rank in self._detector.ranks.values() if not rank.dead)
         if self._launcher is not None:
             yield self._launcher
 
     def _be_ready_to_speak(self, ending: ObservedRank) -> None:
-        """Open a stderr before the launcher kills the other ranks, and answer an announced exit.
+        """Open a stderr if the rank `ending` may need a report, before the launcher kills the other ranks.
 
-        The launcher ends when no process holds the ranks' stderr. Called by: the detector, at once when a rank ends.
+        It also answers an announced exit. While the observer holds a rank's stderr, the launcher does not end.
+        Called by: the detector, at once when a rank announces its exit, closes its files or dies.
         """
         if not ending.ended_well or ending.record.say:
             self._stderr.borrow(self._speakers())
@@ -143,7 +158,7 @@ class Observer:
         within(deadlines.OBSERVER_WAITS_FOR_WRITE, lambda: self._stderr.say(text, self._speakers()))
 
     def _speak_for_ranks(self) -> None:
-        """Print the texts of ranks that have no usable stderr, see `observation.say`."""
+        """Print the texts that ranks without a usable stderr have left in the job's folder, see `observation.say`."""
         for rank in self._detector.ranks.values():
             if rank.record.say:
                 words = words_of(self._folder.path, rank.number)
@@ -154,7 +169,7 @@ class Observer:
     def _promise_to_look(self, seconds: float) -> None:
         """Write to the ranks' records that the observer looks again within `seconds`.
 
-        Ranks take the observer for gone 5 s after that time.
+        5 s after that time, ranks assume that the observer is gone.
         """
         for rank in self._detector.ranks.values():
             rank.record.looked = time.monotonic_ns() + int(seconds * 1e9)
@@ -165,7 +180,11 @@ class Observer:
         return bool(self._reported or self._detector.in_state(ENDING))
 
     def _judge_starts(self) -> None:
-        """End the job if ranks wait for all ranks to start while other ranks have come to their ends for good."""
+        """End the job if ranks wait for all ranks to start, while a rank has ended and no later program can replace it.
+
+        This must last for 1 s, or a waiting rank must have died. Nothing happens once a report was made, or while a
+        rank ends the job and so reports.
+        """
         waiting = self._detector.starting
         absent = [rank for rank in self._detector.ranks.values() if rank.has_ended]
         if not (waiting and absent) or self._is_explained:
@@ -179,7 +198,12 @@ class Observer:
             self._report(functools.partial(report.absence_report, absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
-        """Report dead ranks that did not end well: end the job, or print that the other ranks go on without them."""
+        """Report the first death of a rank that needs a report, and end the job.
+
+        If all such ranks are expendable (`run_elastic`, parameter servers) and other ranks may go on, print for each
+        that the others go on without it, and do not end the job. Nothing happens once a report was made, while a rank
+        ends the job, or if another node reports.
+        """
         detector = self._detector
         unexplained = detector.unexplained()
         if not unexplained or self._is_explained or self._is_reported_elsewhere():
@@ -195,14 +219,16 @@ class Observer:
             self._report(compose, END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
-        """Whether another node has asked about a stall in the last 15 s: its observer then reports and ends the job."""
+        """Whether another node has asked about a stall in the last 15 s, because its observer then makes the report."""
         asked = max((r.record.asked for r in self._detector.ranks.values()), default=0) / 1e9
         return asked > 0 and time.monotonic() - asked < deadlines.OBSERVER_REPORTS
 
     def _judge_waits(self) -> None:
-        """Report a collective that has lasted longer than its limit; announce waits that reach their timeout.
+        """Report the longest wait in a collective that has lasted longer than its limit, and end the job or raise.
 
-        Nodes other than that of the communicator's first rank wait 4 s longer, so that one node reports for the job.
+        Also print a report of each wait that has reached its timeout.
+
+        The node of the communicator's rank 0 reports first. Other nodes wait 4 s longer, so that only one node reports.
         """
         ranks = self._detector.going_on
         if self._is_explained or any(rank.record.abort for rank in ranks):
@@ -219,13 +245,14 @@ class Observer:
                 self._notice_wait(wait, waited, overdue)
 
     def _notice_wait(self, wait: Wait, waited: float, overdue: float) -> None:
-        """Print a report of the missing ranks without ending the job.
+        """Print a report of the missing ranks, without ending the job, if `wait` has lasted long enough.
 
-        It does so when the timeout of the ranks has passed, and once for a wait longer than MPISTRAT_STALL_SECONDS.
+        That is when the timeout of the ranks has passed, so that they raise StallError themselves; also, once, for the
+        first wait longer than MPISTRAT_STALL_SECONDS.
 
         Args:
             waited: how long the ranks have waited, in seconds.
-            overdue: the same, less some seconds if another node is to report.
+            overdue: `waited`, less 4 s if another node is to report.
         """
         limit = wait.waiting[0].record.limit
         passed = overdue > wait.timeout
@@ -262,13 +289,13 @@ class Observer:
     def _report(
         self, compose: Callable[[], str], action: int, code: int, wait: Wait | None = None
     ) -> None:
-        """Print why the job ends, tell the ranks, and write the report file.
+        """Print the report, tell all ranks of this node to end the job or to raise, and write the report file.
 
         Args:
             compose: returns the report.
             action: END: the ranks end the job; RAISE: they raise StallError.
             code: the exit code of the job.
-            wait: for a stall, the collective; nothing is reported if the ranks have left it meanwhile.
+            wait: for a stall, the collective; nothing happens if the ranks have left it meanwhile. None: no stall.
         """
         text = self._compose(compose)
         if wait is not None and not wait.lasts():
@@ -292,9 +319,10 @@ class Observer:
     def _tell_where_the_report_is(self, seconds: float) -> None:
         """Print the report file's path once the file is written, and then close the stderr, so that the launcher ends.
 
-        The stderr is closed after 2 s even without the file. If the launcher would return 0, it stays open to the end.
+        If the file is not written 2 s after the report, close the stderr without it. If the launcher may return 0, the
+        stderr stays open until the observer ends.
 
-        Args: seconds: how long to wait for the file.
+        Args: seconds: how long to wait for the file; 0: only ask.
         """
         if self._report_file.is_written(seconds):
             self._say(f"mpistrat: This report is in {self._report_file.path}.\n")
@@ -304,9 +332,10 @@ class Observer:
             self._stderr.give_back()
 
     def _compose(self, compose: Callable[[], str]) -> str:
-        """Return the text that `compose` returns, or a text with the error that `compose` raises.
+        """Return the text that `compose` returns; if it raises an error, a text with this error.
 
-        It may take up to 15 s, because ranks are asked for their stacks; the ranks do not take the observer for gone.
+        It may take up to 15 s, because ranks are asked for their stacks. Meanwhile the ranks do not assume that the
+        observer is gone, and this time does not count as a pause of the job.
         """
         self._promise_to_look(deadlines.OBSERVER_REPORTS)
         try:
@@ -319,13 +348,18 @@ class Observer:
             self._promise_to_look(0.0)
 
     def _see_to_the_end(self) -> None:
-        """Once the job ends, tell ranks that were not told, and kill ranks that do not end."""
+        """Make sure that the job ends, once a rank ends it or this observer has told the ranks to end.
+
+        1 s after a rank began to end the job, tell the other ranks to end. Kill the ranks that live 2 s after the
+        observer's report, or 10 s after a rank began to end the job (3 s if that rank is dead). They are killed once.
+        """
         now = time.monotonic()
         if self._detector.in_state(ENDING):
             self._ending_since = min(self._ending_since, now)
         ending = now - self._ending_since
         if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
-            # Under a fault tolerant MPI, MPI_Abort ends only its own rank; before MPI_Init, an exit code ends no other.
+            # The other ranks may live: under a fault tolerant MPI, MPI_Abort ends only the rank that calls it. Before
+            # MPI_Init, a rank's exit code ends no other rank.
             for rank in self._detector.ranks.values():
                 if not rank.record.abort and rank.record.state != ENDING:
                     rank.record.code, rank.record.abort = 1, END
@@ -337,22 +371,27 @@ class Observer:
                         os.kill(rank.pid, signal.SIGKILL)
 
     def _is_unheard(self, now: float) -> bool:
-        """Whether 2 s have passed since this observer told the ranks to end; False if they are to raise StallError."""
+        """Whether 2 s have passed since this observer told the ranks to end; False if it has not.
+
+        False, too, if the ranks were told to raise StallError.
+        """
         raised = any(rank.record.abort == RAISE for rank in self._detector.ranks.values())
         told_for = now - (self._reported or now)
         return told_for >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS and not raised
 
     def _patience_with_ending(self) -> float:
-        """Return how many seconds after a rank began to end the job all living ranks are killed."""
-        # After the death of the ranks that end the job, the other ranks have been told to end.
+        """Return how many seconds the living ranks have after a rank began to end the job; then they are killed.
+
+        10; 3 if all ranks that end the job are dead, because the other ranks were told to end 1 s after the beginning.
+        """
         if all(rank.dead for rank in self._detector.in_state(ENDING)):
             return deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS + deadlines.OBSERVER_WAITS_FOR_LAUNCHER
         return deadlines.OBSERVER_WAITS_FOR_ENDING_RANK
 
     def _tell_who_waits_at_the_end(self) -> None:
-        """Print a notice, once, if ranks have waited at their ends for longer than the limit.
+        """Print a notice, once, if ranks have waited at the end of their programs for longer than the limit.
 
-        That may be right. Or another rank waits for them in an MPI call of the program's own, and the job hangs.
+        That may be right. But if another rank waits for them in an MPI call of the user's program, the job hangs.
         """
         ranks, leaving = list(self._detector.ranks.values()), self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:
@@ -366,9 +405,9 @@ class Observer:
 
 
 class ReportFile:
-    """Writes a report to a new file, in a thread, because the file system may hang.
+    """Writes a report to a new file in another thread, because the file system may hang.
 
-    Attributes: path: the file's path; "" before it is written, or if it cannot be written.
+    Attributes: path: the file's path; "" until it is written, and if it cannot be written.
     """
 
     def __init__(self) -> None:
@@ -383,7 +422,11 @@ class ReportFile:
         self._thread.start()
 
     def is_written(self, seconds: float) -> bool:
-        """Wait for the file, at most `seconds`. Returns: True once, when the file is written; else False."""
+        """Wait for the file, at most `seconds`.
+
+        Returns: True in the first call that finds the file written. False before `write`, while the file is being
+            written, if it could not be written, and in all calls after the file was reported.
+        """
         if self._thread is None:
             return False
         self._thread.join(seconds)
@@ -418,11 +461,12 @@ def _end_launcher(pid: int) -> None:
 
 
 def main(path: str) -> None:
-    """Observe the ranks whose records are in the job's folder `path`, until all have ended.
+    """Observe the ranks with records in the job's folder `path`, until all have ended. The observer's process calls it.
 
-    It returns at once if the folder does not exist, or if another process observes the folder.
+    It returns at once if the folder does not exist, or if another process observes it.
     """
-    # Signals to all processes of a job are for the ranks. The ranks may go on for a while, and so must the observer.
+    # Signals that are sent to all processes of a job are meant for the ranks. The ranks may go on for a while after a
+    # signal, and the observer must go on as long.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     import shutil  # noqa: F401 - removing the folder needs it, when a file system may hang

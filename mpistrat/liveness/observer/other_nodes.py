@@ -1,9 +1,9 @@
-"""`OtherNodes`: the connection of a node's observer to the ranks of other nodes, over MPI, by the ranks' own threads.
+"""`OtherNodes`: a rank asks the ranks of other nodes over MPI for its node's observer, and tells them of failures.
 
-The observer has no connection to other nodes: it sets ASK in the record of a rank that waits too long. That rank's
-thread asks two ranks of each other node for an account of the ranks there, and writes the accounts to the job's folder.
-If the ranks are to raise StallError, the thread also sends the report to the other nodes, because their ranks wait in
-the same collective. A rank that fails sends its error to the other nodes.
+The observer has no connection to other nodes. It sets the word ASK in the record of a rank that waits too long. A
+thread of this rank asks two ranks of each other node for an account (a text about the activity of the ranks there), and
+writes the accounts to the job's folder. If the ranks are to raise StallError, the thread also sends the report to the
+other nodes, because their ranks wait in the same collective. A rank that fails sends its error to the other nodes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ RANKS_TO_ASK = 2  # of each node: the first may be unable to answer
 
 @dataclass(frozen=True)
 class Ask:
-    """A message: rank `asker` asks for an account of the receiver's node."""
+    """A message: rank `asker` asks for the account of the receiver's node. The receiver sends an `Answer`."""
 
     asker: int
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A message: the account of the node whose first rank is `node`."""
+    """A message that answers an `Ask`: the account of a node; `node` is the lowest rank on it."""
 
     node: int
     account: Account
@@ -48,9 +48,9 @@ class Raise:
 
     Attributes:
         report: the text of the error.
-        group: the hash of the stalled communicator's name.
-        call: the number of the collective that a rank has left with an error: ranks that stay in it raise. 0: the
-            observer has found the stall.
+        group: the hash of the communicator's name.
+        call: the number of the collective that the sender has left with an error: a receiver that stays in it for 1 s
+            raises. 0: an observer has found a stall; all receivers raise.
     """
 
     report: str
@@ -62,9 +62,11 @@ Message = Ask | Answer | Raise | NotedFailure
 
 
 class OtherNodes:
-    """The other nodes of the ranks of `comm`. To make one is collective over `comm`.
+    """The nodes of the ranks of `comm`, except this rank's node. Collective over `comm`. Made by: `ExitGroup`.
 
-    Args: send: sends a message to a rank of `comm`; there, `receive` is called with the message.
+    Args:
+        record: this rank's record.
+        send: sends a message to a rank of `comm` without waiting; there, `receive` is called with the message.
     Attributes:
         are_some: whether there is any other node.
         is_first_node: whether rank 0 of `comm` is on this rank's node.
@@ -90,12 +92,15 @@ class OtherNodes:
         self._left: Raise | None = None
 
     def tell_failure(self, failure: NotedFailure) -> None:
-        """Send `failure` to the first rank of each other node, for the node's log of errors. Does not wait."""
+        """Send `failure` to the lowest rank of each other node, for the node's log of errors. Does not wait."""
         with contextlib.suppress(MPI.Exception):  # a rank is lost
             self._send_all(failure, 1)
 
     def receive(self, message: Message) -> None:
-        """Act on a message from another rank of `comm`. Called by: `ExitGroup`."""
+        """Act on a message from another rank of `comm`: answer it, keep it, log it, or have this rank raise StallError.
+
+        Called by: `ExitGroup`.
+        """
         record = self._record
         if isinstance(message, Ask):
             # The other node reports the stall: our observer need not.
@@ -119,9 +124,9 @@ class OtherNodes:
         record.abort = RAISE  # written last: the rank acts on it
 
     def _raise_if_inside(self) -> None:
-        """Have this rank raise StallError if it has been for 1 s in a collective that another rank has left.
+        """Have this rank raise StallError if it has been for 1 s in a collective that another rank left with an error.
 
-        Until then it may be about to leave the collective, too.
+        Before, this rank may be about to leave the collective, too. If it has left it, the message is forgotten.
         """
         message = self._left
         if message is None:
@@ -138,7 +143,9 @@ class OtherNodes:
             self._raise(message)
 
     def look(self, now: float) -> None:
-        """Do what is due: ask other nodes if the observer asks, write their accounts, and pass on a stall's report.
+        """Ask the other nodes if the observer has set ASK, write their accounts, or pass on the report of a stall.
+
+        The accounts are written when all nodes have answered, or after 2 s. Does not wait.
 
         Args: now: the time by `time.monotonic()`.   Called by: `ExitGroup`, a few times a second.
         """
@@ -162,14 +169,14 @@ class OtherNodes:
             leave_accounts(record.folder, [self._accounts[node] for node in sorted(self._accounts)])
 
     def _send_all(self, message: Message, most: int | None = None) -> None:
-        """Send `message` to the first `most` ranks of each other node; None: to all its ranks."""
+        """Send `message` to the `most` lowest ranks of each other node; to all of its ranks if `most` is None."""
         for ranks in self._others.values():
             for rank in ranks[:most]:
                 self._send(message, rank)
 
 
 def _account_of_node(folder: str) -> Account:
-    """Return the account of this node's ranks, by the records in `folder`. It may take 2 s if ranks do not answer."""
+    """Return the account of this node's ranks, from the records in `folder`. It takes up to 2 s to ask for stacks."""
     ranks = find_ranks(folder)
     calls = {str(r.number): {str(group): made for group, made in r.calls.items()} for r in ranks}
     return Account(calls, account_of(ranks))

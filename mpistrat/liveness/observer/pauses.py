@@ -1,4 +1,4 @@
-"""`Pauses`: the times in which a job stood still: they do not count as waiting."""
+"""`Pauses`: the times in which a job stood still, because they do not count as waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpistrat.liveness.observer.failure_detector import ObservedRank
 
 
 class Pauses:
-    """Remembers when this node's ranks stood still, because a suspended job does not wait for anything."""
+    """Remembers when this node's ranks stood still, so that the time of a suspended job does not count as waiting."""
 
     def __init__(self) -> None:
         self._looked = time.monotonic()
@@ -19,7 +19,8 @@ class Pauses:
     def notice(self, ranks: Collection[ObservedRank]) -> None:
         """Count the time since the last look as a pause if all living ranks stand still, or if it exceeds 2 s.
 
-        After 2 s this process was suspended, too. Called by: the observer, at each look.
+        A rank stands still if its process is stopped. More than 2 s mean that the observer was suspended, too.
+        Called by: the observer, at each look.
         """
         gap = time.monotonic() - self._looked
         self.restart()
@@ -29,10 +30,13 @@ class Pauses:
             self._pauses.append((self._looked, gap))
 
     def restart(self) -> None:
-        """Begin the time since the last look anew, because the observer was busy and not suspended."""
+        """Let the time since the last look begin now.
+
+        Called by: the observer after a report, because it was busy and not suspended.
+        """
         self._looked = time.monotonic()
 
     def seconds_since(self, moment: float) -> float:
-        """Return the seconds since `moment` (by `time.monotonic()`) without the pauses that ended later."""
+        """Return the seconds since `moment` (by `time.monotonic()`), less all pauses that ended after `moment`."""
         paused = sum(seconds for end, seconds in self._pauses if end > moment)
         return time.monotonic() - moment - paused

@@ -68,7 +68,9 @@ def _limit_of(wait: Wait) -> tuple[str, str]:
 
 
 def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterable[int]) -> str:
-    """Return a text that names the missing ranks, or the ranks that stand still inside the collective; "" without any.
+    """Return a text that names the missing ranks; if none is missing, the ranks that stand still in the collective.
+
+    "" without any.
 
     Args:
         suspects: `wait.suspects`.
@@ -81,7 +83,7 @@ def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterabl
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
-    """Return the report of a death: how the rank `first` died, and the last collectives of all `ranks` of the node."""
+    """Return the report of a death: how the rank `first` died, and the last collectives of the node's `ranks`."""
     lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
     lines += _spoken_at_death(first)
     others = [rank for rank in ranks if rank is not first]
@@ -105,7 +107,7 @@ def _how_it_died(rank: ObservedRank) -> str:
 
 
 def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> str:
-    """Return the report that ranks have come to their ends (`absent`) while others wait for all ranks to start."""
+    """Return the report that the programs of the ranks `absent` have ended while `waiting` wait for all to start."""
     first, *more = absent
     how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
     so_did = f" (so did {_ranks(more)})" if more else ""
@@ -117,15 +119,19 @@ def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> s
 
 
 def account_of(ranks: list[ObservedRank]) -> list[str]:
-    """Return lines about the activity of this node's ranks, for the report of another node."""
+    """Return lines about the activity of this node's ranks, for the report of another node. It takes up to 2 s."""
     inside = [rank for rank in ranks if rank.inside and not rank.stands_still]
     return _what_they_do([rank for rank in ranks if rank not in inside]) + _in_calls(inside)
 
 
 def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds: float) -> str:
-    """Return the notice that ranks (`gone`) wait at their ends for the others; this may be no failure.
+    """Return the notice that the programs of the ranks `gone` have ended and that these wait for the other ranks.
 
-    Args: seconds: how long they have waited.
+    It has the activity of the other ranks. The wait may be no failure.
+
+    Args:
+        ranks: all ranks of the node.
+        seconds: how long the ranks `gone` have waited.
     """
     lines = [
         f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_verb(gone, 'wait')} for the other "
@@ -135,9 +141,9 @@ def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds:
 
 
 def straggler(ranks: list[ObservedRank]) -> list[str]:
-    """Return a line about the slowest rank of the last minute: the rank that waited least for others.
+    """Return a line about the slowest of `ranks` in the last minute: the rank that waited least for other ranks.
 
-    Returns: [] if fewer than two ranks live, or if their waits differ by less than 1 s.
+    Returns: [] if fewer than two ranks live, or if the longest and the shortest wait differ by less than 1 s.
     """
     waited = sorted((rank.record.seconds_waited(), rank.number) for rank in ranks if not rank.dead)
     if len(waited) < 2 or waited[-1][0] - waited[0][0] < deadlines.STRAGGLER_WAITED_LESS:
@@ -173,16 +179,19 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
 
 
 def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, StackRequest]]:
-    """Ask all `ranks` for their stacks at the same time: so all of them together have 1.5 s to answer."""
+    """Ask all `ranks` for their stacks, and return each rank with its `StackRequest`. Does not wait for the answers.
+
+    All ranks are asked at the same time, so that all together have 1.5 s to answer. Dead ranks are not asked.
+    """
     return [
         (r, StackRequest(r.pid, 0 if r.dead else r.record.stack_signal, r.stacks)) for r in ranks
     ]
 
 
 def _state(rank: ObservedRank, used: float, seconds: float) -> str:
-    """Return a text about the rank's process: dead, at its end, stopped, busy or idle.
+    """Return a text about the rank's process: how it died, or whether it has ended, is stopped, busy or idle.
 
-    Args: used: the CPU time in seconds that it had used `seconds` ago.
+    Args: used: the CPU time in seconds that the process had used `seconds` ago.
     """
     busy = (cpu_seconds(rank.pid) - used) / seconds
     if rank.dead:
@@ -199,9 +208,10 @@ def _state(rank: ObservedRank, used: float, seconds: float) -> str:
 
 
 def _last_words(rank: ObservedRank, group: int | None = None) -> str:
-    """Return a text with the rank's last collective, and with collectives on other communicators that it is in.
+    """Return a text with the rank's last collective, and with the other collectives that the rank is in.
 
-    Args: group: the last collective is on this communicator (by the hash of its name) if there is one; None: on any.
+    Args: group: take the last collective on the communicator with this hash of its name; if there is none, or for
+        None, the last collective on any communicator.
     """
     record, slots = rank.record, rank.record.slots()
     of_group = (record.entry_of(slot) for slot in slots if slot.group == group)
@@ -257,9 +267,9 @@ def _spoken_at_death(rank: ObservedRank) -> list[str]:
 
 
 def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
-    """Return a line for each collective that some of `ranks` are in, with these ranks.
+    """Return a line for each collective that some of `ranks` are in, with these ranks; [] if no rank is in one.
 
-    Args: group: only collectives on this communicator (by the hash of its name); None: on any.
+    Args: group: only collectives on the communicator with this hash of its name; None: on all communicators.
     """
     calls: dict[str, list[ObservedRank]] = {}
     for rank in ranks:

@@ -12,15 +12,15 @@ from mpistrat.liveness.processes import RUNS, catches, state_of
 
 
 class StackRequest:
-    """Asks a process for the Python frames of its main thread, by a signal.
+    """Asks a process for the Python frames of its main thread, by a signal that the constructor sends.
 
-    The process must have registered the signal with faulthandler, see `observation.speak_on_signal`: the C handler
-    answers even while the GIL is held. A process that no longer catches the signal is not asked: the signal would kill
-    it.
+    The process must have registered the signal with faulthandler, see `observation.speak_on_signal`. The handler is in
+    C, and answers even while the GIL is held. A process that does not catch the signal is not asked, because the signal
+    would kill it; a stopped or dead process is not asked, either.
 
     Args:
         stack_signal: the signal's number; 0: do not ask.
-        stacks: the file to which faulthandler appends the stack.
+        stacks: the path of the file to which faulthandler appends the stack.
     Attributes: sent: whether the process was asked.
     """
 
@@ -42,8 +42,8 @@ class StackRequest:
         answer = ""
         while self.sent:
             before, answer = answer, self._answer()
-            # A process without a core may stop in the middle of its answer. Look at the file before the deadline: the
-            # observer may have waited for other processes until now.
+            # A process without a core may stop in the middle of its answer. Read the file before a look at the
+            # deadline, because the observer may have waited for other processes until now.
             is_complete = answer == before and bool(_frames(answer))
             if is_complete or time.monotonic() > self._deadline:
                 break

@@ -1,7 +1,7 @@
 """`StderrProxy`: writes to the stderr of other processes, for a process that has no stderr.
 
 A launcher waits for the end of each pipe that it gave its ranks. So a process that outlives the ranks must not hold
-such a pipe: the observer opens it to print something, and closes it afterwards.
+such a pipe for long. The observer opens it to print something, and closes it afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WITHOUT_OFFSET = ("pipe:", "/dev/")
 class StderrProxy:
     """Opens the stderr of one process at a time, and writes to it.
 
-    Attributes: owner: the pid of the process whose stderr was opened last; None before.
+    Attributes: owner: the pid of the process that owns the stderr opened last; None before the first.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,9 @@ class StderrProxy:
         self.owner: int | None = None
 
     def borrow(self, pids: Iterable[int]) -> bool:
-        """Open the stderr of the first process in `pids` that has a usable one, unless a stderr is already open.
+        """Open the stderr of the first process in `pids` that has a usable stderr, unless a stderr is open already.
+
+        /dev/null, a deleted file, and a file that this process may not open, are not usable.
 
         Returns: whether a stderr is open now.
         """
@@ -59,7 +61,7 @@ class StderrProxy:
 def say_on_launcher(pid: int, text: str) -> bool:
     """Write `text` to the stderr of the launcher or daemon that started the process `pid` on this node.
 
-    Returns: whether it was written; False if no launcher is found.
+    Returns: whether the text was written; False if no launcher is found.
     """
     launcher = launcher_of(pid)
     return launcher is not None and StderrProxy().say(text, (launcher,))
@@ -81,7 +83,7 @@ def _stderr_of(pid: int) -> int | None:
 
 
 def _shared(pid: int) -> int:
-    """Return a duplicate of the process's stderr descriptor, as if it had been inherited.
+    """Return a duplicate of the stderr descriptor of the process `pid`: both share one offset in the file.
 
     Raises: OSError before Linux 5.6, or if this process may not trace the process `pid`.
     """

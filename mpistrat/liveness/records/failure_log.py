@@ -1,9 +1,10 @@
 """The log of the errors that end the ranks of a job: an error that several ranks have in common is printed once.
 
-Each rank writes its error to a file of the job's folder, under a lock. The first rank prints the error before it logs
-that it has printed it: so no error is lost, whatever ends the ranks meanwhile. A rank that raises another rank's error
-gives that rank time to print it. The nodes send each other their entries, once they are connected. The other nodes give
-the first node time to print for all.
+Each rank writes its error to a file of the job's folder, under a lock. The first rank that gets the lock prints the
+error, and then logs that it has printed it. In this order no error is lost, even if the launcher kills the rank between
+the two. A rank that raises another rank's error gives that rank time to print it. The nodes send each other their
+entries, once they are connected. Ranks of other nodes wait 0.4 s, so that a rank of the first node prints an error that
+several nodes have in common.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
 
 _FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
-# In place of an error that another rank has raised: any printed error explains it.
+# Stands for an error that this rank raises because of another rank's error: any printed error explains it.
 OF_ANOTHER_RANK = "-"
 # "on rank 3", "PMI_RANK=3"
 _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b")
@@ -32,13 +33,13 @@ _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\
 
 @dataclass(frozen=True)
 class NotedFailure:
-    """An entry of the log. Ranks also send it to other nodes.
+    """An entry of the log of errors. Ranks also send it to other nodes.
 
     Attributes:
-        kind: "failed": the rank ends with the error; "said": it has printed the error; "summed-up": it has printed the
-            summary.
+        kind: "failed": the rank ends with the error; "said": the rank has printed the error; "summed-up": the rank has
+            printed the summary of all errors.
         rank: the rank's number in the job.
-        error: the word by which errors are compared, see `FailureLog.add`.
+        error: a word that stands for the error, see `FailureLog.add`; "-" in an entry of the kind "summed-up".
         at: when this node has logged the entry, by `time.monotonic()`; 0.0 in an entry that is not read from the file.
     """
 
@@ -49,7 +50,10 @@ class NotedFailure:
 
 
 class Nodes(Protocol):
-    """The other nodes of the job."""
+    """The connection of this rank to the other nodes of the job. `OtherNodes` implements it.
+
+    Attributes: is_first_node: whether this rank is on the job's first node.
+    """
 
     is_first_node: bool
 
@@ -58,9 +62,12 @@ class Nodes(Protocol):
 
 
 class FailureLog:
-    """One rank's access to the log of errors in the job's folder.
+    """One rank's access to the log of errors, the file `failures` in the job's folder.
 
-    Args: nodes: the job's other nodes; None if there are none, or this rank is not connected to them yet.
+    Args:
+        folder: the path of the job's folder.
+        rank, size: this rank's number, and the number of ranks of the job.
+        nodes: the job's other nodes; None if there are none, or this rank is not connected to them yet.
     """
 
     def __init__(self, folder: str, rank: int, size: int, nodes: Nodes | None = None) -> None:
@@ -72,18 +79,24 @@ class FailureLog:
         self._pause += 0.0 if nodes is None else deadlines.RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES
 
     def note(self, failure: NotedFailure) -> None:
-        """Append the entry of another node to the file. Raises: OSError if the file cannot be written."""
+        """Append `failure`, an entry that another node has sent, to the file.
+
+        Raises: OSError if the file cannot be written.
+        """
         with self._locked() as file:
             _write(file, failure)
 
     def add(self, error: str, say: Callable[[], object], patience: float = 0.0) -> None:
         """Log that this rank ends with `error`, and call `say` to print the error unless another rank has printed it.
 
+        Called by: a rank that fails, before it ends the job.
         Args:
-            error: a word by which errors are compared, or words with dots, "a.b": errors are alike if one word is equal
-                at the same place. OF_ANOTHER_RANK is like every error.
-            patience: the seconds that other ranks have to print the error first.
-        Raises: OSError if the file cannot be used: then `say` has not been called.
+            error: a text without blanks that stands for the error: one or several words with dots between, "a.b". Two
+                errors are alike if they have the same word at the same position. OF_ANOTHER_RANK is like every error.
+            say: prints the error; called at most once, while this rank holds the file's lock.
+            patience: how many seconds to wait for another rank to print the error first.
+        Raises: OSError if the file cannot be used, ValueError if a line of it is damaged; `say` may not have been
+            called then.
         """
         with self._locked() as file:
             self._note(file, _FAILED, error)
@@ -94,11 +107,12 @@ class FailureLog:
                 self._note(file, _SAID, error)
 
     def sum_up(self, last_line: str = "") -> str:
-        """Return a line for each error that several ranks have in common, with these ranks, and then `last_line`.
+        """Return the summary of the errors: a line for each error that several ranks have in common, with these ranks.
 
-        It waits at most about 2 s for other ranks that are about to fail.
+        `last_line` follows these lines. The method waits at most about 2 s for other ranks that are about to fail.
 
-        Returns: "" if another rank has already made the summary.   Raises: OSError if the file cannot be used.
+        Returns: "" if another rank has already made the summary.
+        Raises: OSError if the file cannot be used; ValueError if a line of it is damaged.
         """
         soon(self._is_complete, max(deadlines.RANK_WAITS_FOR_ALL_FAILURES, 2 * self._pause))
         with self._locked() as file:
@@ -115,7 +129,12 @@ class FailureLog:
         return "".join([*lines, last_line])
 
     def _is_complete(self) -> bool:
-        """Whether all ranks have failed, or no further rank fails, and every error has been printed and passed on."""
+        """Whether the summary can be made now.
+
+        True if all ranks have failed, or none has failed lately; if every error has been printed; and if the launcher
+        has had 0.1 s to pass on the other ranks' output. Ranks of nodes other than the first always wait a while for
+        further failures.
+        """
         failed, now = self._entries(_FAILED), time.monotonic()
         all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
         if not all_failed and now - max((entry.at for entry in failed), default=0.0) <= self._pause:
@@ -149,7 +168,10 @@ class FailureLog:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Any]:
-        """Yield the log file, open for appending and locked; unlocked if a rank holds the lock for over 0.5 s."""
+        """Hold the lock of the log file in the block, and yield the file, open for appending.
+
+        If another rank holds the lock for more than 0.5 s, the block runs without the lock.
+        """
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
             soon(functools.partial(lock, file), deadlines.RANK_WAITS_FOR_LOCK_OF_FAILURES)
             yield file
@@ -165,16 +187,16 @@ def _write(file: Any, failure: NotedFailure) -> None:
 
 
 def as_of_any_rank(traceback: str, rank: int) -> str:
-    """Return a hash of the traceback without memory addresses and without the number `rank`.
+    """Return a hash of the traceback without its memory addresses, and without the number `rank` in its messages.
 
-    So ranks get equal hashes if their messages differ only in each rank's own number. If a message names other ranks,
-    all numbers count.
+    So ranks get equal hashes if their messages differ only in each rank's own number. If the messages name another
+    rank, too, all numbers count. For `rank` -1 all numbers count.
     """
     import hashlib  # here, because it makes importing mpistrat slower
 
     text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch's prefix of each line
     lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()
-    # Lines of code are the same on all ranks: a number in them stays.
+    # Indented lines are code, the same on all ranks. A number in them stays.
     messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]
     if {n for i in messages for _, n in _NUMBER_OF_RANK.findall(lines[i])} == {str(rank)}:
         for i in messages:

@@ -26,7 +26,10 @@ _RECORD = "rank-"
 
 
 def ranks_in(folder: str) -> dict[int, int]:
-    """Return the inodes of the records in the job's folder, by rank, ascending. Some records may be unfinished."""
+    """Return a dict from each rank with a record in the job's folder to the inode of the record's file, in rank order.
+
+    A record may be unfinished: then `RankRecord` raises OSError or ValueError for it.
+    """
     found = [(e.name, e.inode()) for e in os.scandir(folder) if e.name.startswith(_RECORD)]
     return dict(sorted((int(name.removeprefix(_RECORD)), inode) for name, inode in found))
 
@@ -41,31 +44,35 @@ def stacks_of(folder: str, rank: int) -> str:
 
 
 def line_of(folder: str, rank: int) -> str:
-    """Return the path of a FIFO that the rank holds open: the observer sees when the rank closes its files."""
+    """Return the path of a FIFO that the rank holds open, so that the observer sees when its files are closed."""
     return os.path.join(folder, f"line-{rank}")
 
 
 def words_of(folder: str, rank: int) -> str:
-    """Return the path of the text that the rank has the observer print."""
+    """Return the path of a file with text that the observer prints for a rank without a usable stderr."""
     return os.path.join(folder, f"words-{rank}")
 
 
 def report_of(folder: str) -> str:
-    """Return the path of the observer's report of a stall; ranks raise StallError with this text."""
+    """Return the path of the file with the report of a stall. Ranks raise StallError with this text."""
     return os.path.join(folder, "report")
 
 
 def note_members(folder: str, group: int, ranks: Sequence[int]) -> None:
-    """Write the ranks of a group, as numbers in the job, to the job's folder: an absent rank has no slot of the group.
+    """Write the ranks of a group to the job's folder, so that the observer knows ranks that have not made the group.
 
-    Args: group: the hash of the group's name.
+    Such a rank's record says nothing of the group.
+
+    Args:
+        group: the hash of the group's name.
+        ranks: the group's ranks, as numbers in the job.
     """
     with create(os.path.join(folder, f"members-{group:x}")) as file:
         file.write(" ".join(map(str, ranks)))
 
 
 def members_of(folder: str, group: int) -> set[int]:
-    """Return the ranks that `note_members` wrote for the group; an empty set if no rank has written them."""
+    """Return the ranks of the group that `note_members` wrote, as numbers in the job; an empty set if it wrote none."""
     path = os.path.join(folder, f"members-{group:x}")
     with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
         return set(map(int, file.read().split()))
@@ -102,7 +109,7 @@ def _of_this_user() -> str:
 
 
 def _is_ours(folder: str) -> bool:
-    """Whether `folder` is a folder (no link) that belongs to this user and that nobody else can write to."""
+    """Whether `folder` is a folder (no link) of this user that nobody else can write to. Raises: OSError without it."""
     status = os.lstat(folder)
     private = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return stat.S_ISDIR(status.st_mode) and private
@@ -114,7 +121,10 @@ def _check(folder: str) -> None:
 
 
 def lock(file: Any) -> bool:
-    """Try to lock an open file exclusively, without waiting. Returns: whether it is locked now. Raises: OSError."""
+    """Try to lock an open file exclusively, without waiting. The lock lasts until the file is closed.
+
+    Returns: False if another process holds a lock on the file.   Raises: OSError if the file cannot be locked at all.
+    """
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -122,10 +132,16 @@ def lock(file: Any) -> bool:
 
 
 class JobFolder:
-    """This process's hold on the job's folder. It lasts until `leave`, or until the process ends."""
+    """The job's folder. This process holds a shared lock on the folder's lock file until `leave`, or until it ends.
+
+    No process removes a folder while another process holds such a lock.
+    """
 
     def __init__(self, path: str) -> None:
-        """Hold the folder `path`, which another process of the job has made. Raises: OSError if it has no lock file."""
+        """Take a shared lock on the folder `path`; wait while another process locks it exclusively.
+
+        Raises: OSError if the folder has no lock file.
+        """
         self.path = path
         self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -136,7 +152,9 @@ class JobFolder:
 
     @classmethod
     def create(cls, name: str) -> tuple[JobFolder, bool]:
-        """Make or join the folder of the job called `name`: in /dev/shm, else among the temporary files.
+        """Make the folder of the job called `name`, or join it if another process of the job has made it.
+
+        It is in /dev/shm; if no folder can be made there, it is among the temporary files.
 
         Returns: the folder, and whether this process has made it.   Raises: OSError if no folder can be made.
         """
@@ -174,22 +192,28 @@ class JobFolder:
 
     @contextlib.contextmanager
     def alone(self, role: str) -> Iterator[bool]:
-        """Yield True if no other process is inside a block with the same `role` on this folder; else False."""
+        """Hold the lock `role` of the folder in the block. It does not wait for the lock.
+
+        Yields True, or False if another process is inside a block with the same `role`.
+        """
         with open(os.path.join(self.path, role), "a", opener=private) as file:
             yield lock(file)
 
     def remember_mappings(self, rank: int) -> None:
-        """Write a list of MPI's files in /dev/shm that this process maps: if it is killed, MPI does not remove them.
+        """Write to the job's folder a list of MPI's files in /dev/shm that this process maps.
 
-        Args: rank: the process's rank, for the list's name. Called by: each rank, once MPI has mapped its files.
+        If this process is killed, MPI does not remove the files; `remove_if_last` does, or another job of this user.
+
+        Args: rank: the process's rank, for the list's name.   Called by: each rank, once MPI has mapped its files.
         """
         with create(os.path.join(self.path, f"{_MAPPINGS}{rank}")) as file:
             file.writelines(f"{inode} {path}\n" for inode, path in sorted(_shared_mappings()))
 
     def remove_if_last(self) -> bool:
-        """Remove the folder and MPI's files that ranks have listed in it, unless another process holds the folder.
+        """Remove the folder, and MPI's files that ranks have listed in it, unless another process of the job lives.
 
-        Returns: whether the folder was removed.
+        Called by: the observer, when no rank is left.
+        Returns: True if no other process holds a lock on the folder, so that it was removed; else False.
         """
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,7 +225,7 @@ class JobFolder:
 
 
 def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
-    """Return (inode, path) of MPI's files in /dev/shm that a process maps."""
+    """Return (inode, path) of each of MPI's files in /dev/shm that the process `pid` maps, without deleted files."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         files = _MAPPING.findall(maps.read())
     return {(int(inode), path) for inode, path in files if not path.endswith(" (deleted)")}
@@ -230,10 +254,10 @@ def remove_leftovers() -> list[str]:
 
 
 def _remove_unmapped() -> list[str]:
-    """Remove this user's files of MPI that no process maps, from jobs that were killed before they had a folder.
+    """Remove MPI's files of this user in /dev/shm that no process maps. Jobs that were killed early leave such files.
 
-    It removes nothing in a container with a pid namespace of its own: processes outside may map the files. Files of the
-    last minute stay, too: a starting job may be about to map them.
+    In a container with a pid namespace of its own it removes nothing, because processes outside may map the files.
+    Files that were changed in the last minute stay, too, because a starting job may be about to map them.
 
     Returns: the removed paths.   Raises: OSError if a process of this user hides its mappings.
     """
@@ -257,7 +281,7 @@ def _remove_unmapped() -> list[str]:
 
 
 def _mapped_by_any() -> set[int]:
-    """Return the inodes of MPI's files that any process maps.
+    """Return the inodes of all of MPI's files in /dev/shm that some process of this machine maps.
 
     Raises: PermissionError if a process of this user hides its mappings.
     """

@@ -1,12 +1,13 @@
 """A rank's record: a file in shared memory with its process, the collective that it is in, and its last 64 collectives.
 
-The file outlives its process: so other processes can read the last collective of a stopped or dead rank. A word has 8
-bytes, aligned and in the machine's byte order: a reader sees the old or the new word, never a mixture. Times are
-CLOCK_MONOTONIC in ns.
+The file outlives its process, so other processes can read the last collective of a stopped or dead rank. A word has 8
+bytes, is aligned, and has the machine's byte order. So a reader sees the old or the new word, never a mixture. Times
+are CLOCK_MONOTONIC in ns. A slot has the rank's last collective on one communicator; the ring has the rank's last 64
+collectives on all communicators.
 
     0      header, see the constants below
     1024   host name, UTF-8, ends at a zero byte
-    1280   how the rank came to its end, UTF-8, ends at a zero byte
+    1280   how the rank's program ended, UTF-8, ends at a zero byte
     3072   64 sums of ns spent waiting, by second (modulo 64); at 3584 the seconds that they belong to
     4096   256 slots of 64 bytes, one for each communicator
     20480  64 ring entries of 256 bytes
@@ -52,18 +53,19 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     NOTICED,  # the ring entry of this rank's last call that was reported after its timeout
     BEGAN,  # when the process began, by `began_at`: another process may get its pid later
 ) = range(24)
-# STATE. LEAVING: at the program's end, waiting until the other ranks have come to their ends.
-# LEFT: after this wait, or without it. ENDING: this rank ends the job, or has failed: the observer need not explain its
-# death.
+# STATE. LEAVING: this rank's program has ended, and the rank waits until the programs of the other ranks have ended.
+# LEFT: this wait is over, or there was none. ENDING: this rank ends the job, or has failed, so that the observer need
+# not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
 # EXITS. The rank sets ANNOUNCED; the observer then sets SEEN.
 ANNOUNCED, SEEN = 1, 2
-# ON_STALL, and ABORT after a report. END: the job ends because of a stall, a death or an absent rank. RAISE: the ranks
-# raise StallError.
+# The values of ON_STALL, and of ABORT after a report (0 before). END: the job ends because of a stall, a death or an
+# absent rank. RAISE: the ranks raise StallError.
 END, RAISE = 1, 2
-# Words of a slot: a word for this rank's current call (see `agreement`), the call's number, when the rank entered it
-# (0: in none), the communicator's size, the hash of its name, its first rank's number in the job, the number of the
-# call's entry in the ring, and the ns after which the rank itself raises an error (0: never)
+# Words of a slot: a word that stands for the rank's last call (see `agreement`), the call's number, when the rank
+# entered it (0: it has returned), the communicator's size, the hash of the communicator's name, the number in the job
+# of its rank 0, the number of the call's entry in the ring, and the ns after which the rank itself raises an error
+# (0: never).
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY, TIMEOUT = range(8)
 
 WAITED, _WAITED_SECOND = 3072 // 8, 3584 // 8
@@ -110,12 +112,19 @@ class _HeaderText:
 
 
 class RankRecord:
-    """A rank's own record, or another process's view of it, see the top of this file.
+    """A rank's record: its process, and the collectives that it is in, see the top of this file.
+
+    The rank itself writes the record. The node's observer and other ranks map the same file, and read it. The observer
+    also writes its orders to the rank there: ABORT, ASK, CODE and others.
 
     Args:
         path: the record's file; None: memory that no other process sees.
-        create: make the file; else map a file that exists.
-    Raises: OSError if the file cannot be made or mapped, or if it is no record of this version.
+        create: make the file; OSError if it exists. False: map a file that exists.
+    Attributes:
+        map: the mapped bytes.
+        words: the same memory as unsigned 64-bit words.
+    Raises: OSError if the file cannot be made or mapped, or if it is no record of this version; ValueError if the file
+        is still empty.
     """
 
     pid, rank, size, stack_signal = map(_Word, (PID, RANK, SIZE, STACK_SIGNAL))
@@ -159,13 +168,14 @@ class RankRecord:
         *,
         limit_is_set: bool = False,
     ) -> None:
-        """Fill in the header; afterwards other processes may read the record.
+        """Write this process, its rank and its limits into the header; afterwards other processes may map the record.
 
         Args:
+            host: the node's name, for messages.
             limit: seconds that a collective may last; 0: no limit.
-            on_stall: END or RAISE.
-            limit_is_set: whether the user has chosen `limit`.
-        Called by: the rank at its start, and again when its limit is known.
+            on_stall: END or RAISE, by MPISTRAT_ON_STALL.
+            limit_is_set: whether the user has set MPISTRAT_STALL_SECONDS.
+        Called by: the rank at its start, and again when it makes its first communicator.
         """
         self.pid, self.rank, self.size = os.getpid(), rank, size
         self.began = began_at(self.pid)
@@ -175,13 +185,13 @@ class RankRecord:
         self.words[VERSION] = MAGIC
 
     def new_slot(self, name_hash: int, size: int, first: int = 0) -> int | None:
-        """Take a slot for a new communicator.
+        """Take the next free slot, for this rank's calls on a new communicator. Slots are never given back.
 
         Args:
             name_hash: the hash of the communicator's name.
-            size: number of its ranks.
-            first: the number in the job of its rank 0.
-        Returns: the slot's index in `words`; None if all 256 slots are taken.
+            size: number of the communicator's ranks.
+            first: the number in the job of the communicator's rank 0.
+        Returns: the index of the slot's first word in `words`; None if all 256 slots are taken.
         """
         number = self.words[SLOTS]
         if number == MAX_SLOTS:
@@ -194,7 +204,9 @@ class RankRecord:
         return slot
 
     def enter(self, slot: int, calls: int, text: bytes, call_bytes: int) -> None:
-        """Record that this rank enters collective number `calls` of the communicator at `slot`.
+        """Record that this rank enters collective number `calls` of the communicator with the slot `slot`.
+
+        Called by: the communicator's contract, in each collective. The rank is inside until the slot's word SINCE is 0.
 
         Args: text, call_bytes: the result of `text_of`: the call and its site, and the bytes of the call.
         """
@@ -209,7 +221,10 @@ class RankRecord:
         words[slot + SINCE] = now
 
     def waited(self, slot: int) -> None:
-        """Record that all ranks have now entered the collective that this rank entered last on `slot`."""
+        """Record how long this rank has waited for other ranks in its last collective on `slot`: until now.
+
+        Called by: the contract, once all ranks have entered the collective.
+        """
         words = self.words
         now = time.monotonic_ns()
         nanoseconds = now - words[slot + SINCE]
@@ -222,9 +237,10 @@ class RankRecord:
         words[WAITED + bucket] += nanoseconds
 
     def seconds_waited(self, last: int = 60) -> float:
-        """Return the seconds that this rank waited for other ranks to enter collectives.
+        """Return the seconds that this rank waited for other ranks to enter collectives, summed over all waits.
 
-        Args: last: the length of the time looked at, up to now, in seconds; at most 63. A wait that still lasts counts.
+        Args: last: count waits that ended in the last so many seconds, at most 63, and the longest wait that still
+            lasts.
         """
         now = time.monotonic_ns()
         waited = self.words[WAITED : WAITED + RING]
@@ -241,9 +257,10 @@ class RankRecord:
         return self.words[LIMIT] / 1e9
 
     def limit_of(self, timeout: float) -> float:
-        """Return the seconds after which the observer reports a call as a stall; 0: never.
+        """Return the seconds after which the observer reports a call on a communicator as a stall; 0: never.
 
-        It is `limit` if the user has chosen a limit other than 0, or if `timeout` is 0; else `timeout` + 15 s.
+        They are `limit` if the user has set MPISTRAT_STALL_SECONDS to more than 0, or if `timeout` is 0; else
+        `timeout` + 15.
 
         Args: timeout: the communicator's timeout in seconds; 0: none.
         """
@@ -253,12 +270,12 @@ class RankRecord:
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank has come to the end of its program."""
+        """Whether the rank's program has ended, and the rank has not failed."""
         return self.state in (LEAVING, LEFT)
 
     @property
     def folder(self) -> str:
-        """The job's folder, with this record's file; "" if no other process sees the record."""
+        """The path of the job's folder, with this record's file; "" if no other process sees the record."""
         return os.path.dirname(self.path or "")
 
     def slots(self) -> list[CommunicatorSlot]:
@@ -267,12 +284,18 @@ class RankRecord:
         return [CommunicatorSlot(base, *words[base + CALLS : base + _SLOT_WORDS]) for base in bases]
 
     def last(self, count: int = RING) -> list[CallEntry]:
-        """Return the rank's last collectives, at most `count`, the latest first. An entry may be half written."""
+        """Return the rank's last collectives on all communicators, at most `count`, the latest first; [] without any.
+
+        If the rank is entering a collective, the entry may be half written.
+        """
         written = self.words[ENTRIES]
         return [self._entry(n) for n in range(written, max(0, written - min(count, RING)), -1)]
 
     def entry_of(self, slot: CommunicatorSlot) -> CallEntry | None:
-        """Return the last call on the slot's communicator; None without a call, or if 64 later calls replaced it."""
+        """Return the rank's last call on the slot's communicator.
+
+        Returns: None if there was no call, or if 64 later calls on other communicators have replaced it.
+        """
         if not slot.entry or self.words[ENTRIES] - slot.entry >= RING:
             return None
         entry = self._entry(slot.entry)
@@ -287,11 +310,11 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class CommunicatorSlot:
-    """A copy of a slot: a rank's last call on one communicator.
+    """A copy of a slot of a record: a rank's last call on one communicator.
 
     Attributes:
-        base: the slot's index in `RankRecord.words`.
-        calls: the number of the rank's last call.
+        base: the index of the slot's first word in `RankRecord.words`.
+        calls: the number of the rank's last call on the communicator, from 1; 0: no call.
         since: when the rank entered this call, by CLOCK_MONOTONIC in ns; 0: the rank has returned from it.
         size: number of the communicator's ranks.
         group: the hash of the communicator's name.
@@ -322,10 +345,11 @@ class CallEntry:
     Attributes:
         number: the call's number on its communicator, from 1.
         entered: when the rank entered the call, by CLOCK_MONOTONIC in ns.
-        waited: for how many ns other ranks were missing; -1: they still are, or this was not measured.
-        slot: index in `RankRecord.words` of the communicator's slot.
+        waited: for how many ns the rank waited until all ranks had entered the call; -1: a rank is still missing, or
+            this was not measured.
+        slot: the index in `RankRecord.words` of the communicator's slot.
         call: a description of the call.
-        site: the line of the program that made the call.
+        site: the line of the program that made the call: "train.py:33 in main".
     """
 
     number: int
@@ -337,9 +361,10 @@ class CallEntry:
 
 
 def text_of(call: str, site: str) -> tuple[bytes, int]:
-    """Return the bytes of the call and its site, and the number of bytes of the call, for `RankRecord.enter`.
+    """Return the bytes of `call` followed by the bytes of `site`, and the number of bytes of `call`.
 
-    A call that is too long loses its end; a site of more than 110 bytes loses its beginning.
+    `RankRecord.enter` takes both. A call that is too long loses its end; a site of more than 110 bytes loses its
+    beginning.
     """
     place = site.encode(errors="replace")
     if len(place) > MAX_SITE:

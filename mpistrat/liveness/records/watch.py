@@ -1,4 +1,4 @@
-"""`CommunicatorWatch`: a rank's place in the records of one communicator. `WatchedCalls`: the recorded calls."""
+"""`CommunicatorWatch`: the part of the ranks' records for one communicator. `WatchedCalls`: one rank's calls on it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,35 @@ if TYPE_CHECKING:
 
 
 def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> bool:
-    """Whether a rank is missing in a collective of a communicator: other ranks have entered it and this rank has not.
+    """Whether a rank has yet to enter collective number `call` of a communicator, where other ranks wait for it.
 
     Args:
         made: number of collectives that the rank has entered on the communicator; None if the rank has not made the
             communicator.
-        call: number of the collective, from 1.
-        is_member: returned if `made` is None: whether the communicator is to have the rank.
+        call: number of the collective on the communicator, from 1.
+        is_member: whether the rank belongs to the communicator; returned if `made` is None.
     """
     return is_member if made is None else made < call
 
 
 @dataclass
 class CommunicatorWatch:
-    """A rank's record of one communicator, and its view of the other ranks' records.
+    """The part of the ranks' records for one communicator: this rank's slot, and the slots of the other ranks.
+
+    A slot has its rank's last call on the communicator, and since when the rank is in it. `wait_until` takes a watch.
+    Made by: `NodeRecords`; without arguments, a watch that no other process sees.
 
     Attributes:
         record: this rank's record, a file in shared memory.
-        slot: index in `record.words` of the communicator's slot; -1 takes a new slot.
-        peers: for each other rank, the words of its record and the communicator's slot there; None unless all ranks are
-            on this node and can read each other's records.
-        crowded: whether the communicator has more ranks on this node than the node has cores for them.
+        slot: the index in `record.words` of this rank's slot for the communicator; the argument -1 takes a new slot.
+        peers: for each other rank of the communicator, in rank order, the words of that rank's record and the index of
+            its slot there; None unless all ranks are on this node and can read each other's records.
+        crowded: whether the communicator's ranks on this node have less than one core each: a waiting rank must not
+            spin then.
         revocable_group: the communicator's revocable group; None if a rank's death ends the job.
-        tell_others: `JobEnd.tell_others`; does nothing by default.
-    Raises: ValueError if the record has no free slot.
+        tell_others: called when this rank leaves a collective with an error, so that the other ranks raise, too
+            (`JobEnd.tell_others`); does nothing by default.
+    Raises: ValueError if `slot` is -1 and the record has no free slot.
     """
 
     record: RankRecord = field(default_factory=lambda: RankRecord(None))
@@ -57,9 +62,10 @@ class CommunicatorWatch:
 
     @property
     def timeout(self) -> float:
-        """Seconds after which this rank raises StallError when it waits for other ranks; 0: only the settings count.
+        """Seconds after which this rank raises StallError in a wait for other ranks.
 
-        If the user has not set MPISTRAT_STALL_SECONDS, the timeout replaces that limit, see `RankRecord.limit_of`.
+        0: no timeout; only MPISTRAT_STALL_SECONDS counts. If the user has not set that variable, a timeout replaces
+        its default, see `RankRecord.limit_of`.
         """
         return self.record.words[self.slot + TIMEOUT] / 1e9
 
@@ -68,15 +74,19 @@ class CommunicatorWatch:
         self.record.words[self.slot + TIMEOUT] = int(seconds * 1e9)
 
     def stay_inside(self, stays: bool) -> None:
-        """Record that this rank is inside the collective that it has left (True), or no longer is (False).
+        """Let this rank's record show its last collective on the communicator as unfinished (True) or finished (False).
 
-        So a callback of the program that hangs after a collective is reported as a stall.
+        Called by: futures of asynchronous collectives, with True before their callbacks run and False afterwards, so
+        that a callback that hangs is reported as a stall.
         """
         self.record.words[self.slot + SINCE] = time.monotonic_ns() if stays else 0
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """In the block, `timeout` is `seconds`; afterwards it is as before."""
+        """Set `timeout` to `seconds` (0: none) in the block; afterwards it is as before.
+
+        Entered around: a barrier with a timeout, and the wait for the first rank of `first_rank_first`.
+        """
         before, self.timeout = self.timeout, seconds
         try:
             yield
@@ -85,16 +95,16 @@ class CommunicatorWatch:
 
 
 class WatchedCalls(Protocol):
-    """This rank's calls on a communicator, for other threads of the rank. `communicators.contract` implements it.
+    """This rank's calls on one communicator, as the thread of `JobEnd` reads them. `Contract` implements it.
 
     Attributes:
         name: the communicator's name, the same on all ranks.
-        calls: number of collectives that this rank has entered.
-        waiting_in: a description of the collective that this rank is inside of; None outside of collectives.
-        called_at: the line of the program that called the collective.
-        raising: the error that this rank is about to raise on all ranks, while it waits to tell them; else None.
-        watch: the communicator's watch, with the record of these calls.
-        parts: the calls on communicators that were made from this one.
+        calls: number of collectives that this rank has entered on the communicator.
+        waiting_in: the collective that this rank is in (its text describes it); None outside of collectives.
+        called_at: the line of the program that called this rank's last collective: "train.py:33 in main".
+        raising: the error of this rank that all ranks are to raise, while this rank waits to tell them; else None.
+        watch: the communicator's part of the ranks' records.
+        parts: the calls on communicators that were made from this communicator.
     """
 
     name: str
