@@ -242,7 +242,28 @@ class IndexReader(GlobalReader):
         )
 
 
-class BatchReader(GlobalReader):
+class ReplayedReader(GlobalReader):
+    """The base of readers whose batches come in a random order, which a saved state repeats.
+
+    Each worker under AutoShardPolicy.OFF has an order of its own: then the state holds a list with an entry per rank.
+    """
+
+    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+        send = communicator.all_gather_object
+        if self.same_for_any_ranks:
+            send = communicator.broadcast_object
+        return {"random": send(position, label=_STATE)}
+
+    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+        random = state["random"]
+        self._random.begin_at(random if self.same_for_any_ranks else random[communicator.rank])
+
+    def state_schema(self) -> dict[str, Any]:
+        schema = self._random.schema
+        return {"random": schema if self.same_for_any_ranks else [schema]}
+
+
+class BatchReader(ReplayedReader):
     """Reads an iterable of global batches whole on every rank, and keeps the pieces of this rank's replicas.
 
     The iterable may have `batch_size`, `drop_last`, a length, and `cardinality` (-1 if it never ends).
@@ -275,20 +296,6 @@ class BatchReader(GlobalReader):
             batches = _alike(batches, self.cardinality(), self._compared_over)
         steps = self._steps_of(batches, Batches(), start)
         yield from _at(steps, lambda: self._random.began)
-
-    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        send = communicator.all_gather_object
-        if self.same_for_any_ranks:
-            send = communicator.broadcast_object
-        return {"random": send(position, label=_STATE)}
-
-    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
-        random = state["random"]
-        self._random.begin_at(random if self.same_for_any_ranks else random[communicator.rank])
-
-    def state_schema(self) -> dict[str, Any]:
-        schema = self._random.schema
-        return {"random": schema if self.same_for_any_ranks else [schema]}
 
     def cardinality(self) -> int:
         cardinality = number_of(self._batches, "cardinality")

@@ -30,7 +30,7 @@ from mpistrat.input.batches import collate
 from mpistrat.input.datasets import fetch
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of, batch_of_one
 from mpistrat.input.random_state import RandomState, samplers_of
-from mpistrat.input.readers import GlobalReader, Restartable
+from mpistrat.input.readers import ReplayedReader, Restartable
 from mpistrat.input.splitting import Lists, ReplicaPieces
 from mpistrat.input.worker_processes import WorkerInit, guarded, starting_processes, worker_context
 from mpistrat.machine.notices import tell
@@ -295,7 +295,7 @@ def _order(examples: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randperm(examples, generator=generator, device=generator.device)
 
 
-class LoaderReader(GlobalReader):
+class LoaderReader(ReplayedReader):
     """Reads a DataLoader over a map-style dataset: each rank loads the examples of its own replicas."""
 
     _random: RandomState
@@ -431,18 +431,10 @@ class LoaderReader(GlobalReader):
             self._template = batch_of_one(self._user.collate_fn, self._fetch, indices)
         return self._template
 
-    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """Return rank 0's states of the random generators from the beginning of the epoch. Called by: every rank."""
-        return {"random": communicator.broadcast_object(position, label="state of the sampler")}
-
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
-        fits = self._random.fits(state["random"])
-        if communicator.rank == 0 and not fits:
+        super().load_state(communicator, state)
+        if communicator.rank == 0 and not self._random.fits(self._random.now()):
             tell(
                 "the data was saved under another torch.set_default_device, so this epoch repeats or leaves out "
                 "examples. Set the device of the program that saved, or begin a new epoch"
             )
-        self._random.begin_at(state["random"])
-
-    def state_schema(self) -> dict[str, Any]:
-        return {"random": self._random.schema}

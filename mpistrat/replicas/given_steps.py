@@ -88,6 +88,9 @@ class GivenSteps:
         distributed: whether a distributed dataset has given a step, or values were distributed or sharded.
     """
 
+    # Kept here, because `_forget` is called when Python ends, too, and modules have no names left.
+    _order_of = staticmethod(operator.attrgetter("order"))
+
     def __init__(self, num_replicas: int, num_ranks: int, is_first_rank: bool) -> None:
         self._num_replicas, self._num_ranks = num_replicas, num_ranks
         self._is_first_rank = is_first_rank
@@ -145,7 +148,7 @@ class GivenSteps:
         for left in {*self.iterations}.difference(iterations):
             self._left_uneven |= self._is_uneven(left.sizes)
         self.iterations = iterations
-        order = operator.attrgetter("order")
+        order = self._order_of
         self._last = last = max(filter(order, iterations), key=order, default=None)
         self.examples = iterations[-1].examples if iterations else None
         self.examples_with_gradients = self.examples if last is None else last.training

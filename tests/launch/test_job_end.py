@@ -174,6 +174,18 @@ def test_a_program_that_finalizes_mpi(launcher: Launcher, tmp_path: Path) -> Non
     assert job.stdout.count("finalized") == 3
 
 
+def test_a_program_that_ends_in_mid_epoch_ends_quietly(launcher: Launcher, tmp_path: Path) -> None:
+    """Python drops the iterator when modules have no names left."""
+    (tmp_path / "program.py").write_text(
+        "import torch, mpistrat as ms\nstrategy = ms.MultiWorkerMirroredStrategy()\n"
+        "loader = torch.utils.data.DataLoader(torch.arange(8.0), 4)\n"
+        "iterator = iter(strategy.experimental_distribute_dataset(loader))\nnext(iterator)\n"
+    )
+    job = launcher.run_python(2, tmp_path / "program.py")
+    assert job.returncode == 0, job.output
+    assert "Exception ignored" not in job.output, job.output
+
+
 def test_pytest_ends_normally(launcher: Launcher, tmp_path: Path) -> None:
     """A failing test, and a test that catches an exit, are no failures of a rank."""
     (tmp_path / "test_it.py").write_text(

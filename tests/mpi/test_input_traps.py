@@ -420,6 +420,24 @@ def test_indices_are_integers(policy):
         pass
 
 
+def test_each_rank_goes_on_in_an_order_of_its_own():
+    """Under OFF each rank shuffles for itself, so the saved state has the order of each rank."""
+    options = ms.InputOptions(experimental_auto_shard_policy="OFF")
+    strategy = ms.MultiWorkerMirroredStrategy()
+
+    def begun():
+        generator = torch.Generator().manual_seed(WORLD.rank)
+        loader = DataLoader(
+            TensorDataset(torch.arange(6 * WORLD.size)), WORLD.size, True, generator=generator
+        )
+        return iter(strategy.experimental_distribute_dataset(loader, options))
+
+    iterator, restored = begun(), begun()
+    [next(iterator) for _ in range(2)]
+    restored.load_state_dict(iterator.state_dict())
+    assert plain(restored) == plain(iterator)
+
+
 @pytest.mark.parametrize("examples", [10, 12])
 def test_a_program_that_counts_its_steps_gets_torchs_orders(examples):
     """A sampler is exhausted with the last short batch, before a further one is asked for."""
