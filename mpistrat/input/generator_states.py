@@ -1,7 +1,7 @@
 """Checks of the states of random generators, for `checkpoint.schema`.
 
-Each function raises an exception if its argument is no such state. The library checks the state in a generator made for
-it, so the program's generators do not change.
+Each function raises an exception if its argument is not such a state, and else returns None. It sets a new generator to
+the state, so the program's generators do not change.
 """
 
 from __future__ import annotations

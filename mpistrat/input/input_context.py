@@ -39,7 +39,7 @@ class InputContext:
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return one replica's number of examples in a global batch.
+        """Return the number of examples that one replica gets of a global batch.
 
         Raises: ValueError if `global_batch_size` does not divide by the number of replicas.
         """
