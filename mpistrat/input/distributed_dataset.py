@@ -443,7 +443,7 @@ class DistributedIterator(Iterator[Any]):
         return self._dataset.element_spec
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the program is: a dict of the epoch, the number of steps that it has got, and the reader's state.
+        """Return where the program is: a dict of the epoch, the number of steps that it got, and the reader's state.
 
         The state is picklable and equal on all ranks. Another number of ranks can load it, unless each rank reads data
         of its own (a dataset function, AutoShardPolicy.OFF).

@@ -52,7 +52,7 @@ class _FilePosition:
     count: int = 0
 
     def progress(self) -> tuple[list[int], dict[int, int], list[int]] | None:
-        """Return the numbers of files read whole, the examples read of the next file, and the numbers of other files.
+        """Return (files read whole, examples read of the next file, files not read whole), with files as numbers.
 
         The second is a dict from at most one file's number to its number of examples; {} if none of it was read.
         `_NothingRead` returns None.

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
     """A context in which this thread is the one replica of its rank.
 
-    A step ends at each `optimizer.step()`. Ranks meet in `backward()`, and at `next` of a distributed dataset; there,
-    new modules are mirrored.
+    `Strategy.replica` returns it, and `with` yields the replica's context. A step ends at each `optimizer.step()`.
+    Ranks wait for each other in `backward()`, and at `next` of a distributed dataset. Modules that are new when the
+    block begins, or at `next`, are mirrored.
 
     Called by: every rank.
     Args: refusal: the reason why this strategy has no such block; "" if it has one.

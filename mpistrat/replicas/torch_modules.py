@@ -18,13 +18,14 @@ class ModuleParts:
     """The parts of a strategy that its torch modules use.
 
     Attributes:
-        strategy, group, ops: the attributes of `Replicas` with these names. Torch modules made in the scope of
-            `strategy` are recorded.
+        strategy: the strategy. Torch modules that are made in its scope are recorded.
+        group: all replicas of all ranks.
+        ops: combines values of all replicas.
         replicas: runs functions on this rank's replicas.
         rule: whether gradients are summed or averaged.
         gradient_sums: sums gradients over all replicas; None: `ops` sums them.
-        piggybacks: objects that add words to the agreement before gradients are reduced, each a
-            `pytorch.gradients.agreement.Piggyback`. Every rank has the same number of them.
+        piggybacks: objects whose integers travel with the all-reduce in which the ranks agree before they reduce
+            gradients; each is a `pytorch.gradients.agreement.Piggyback`. Every rank has the same number of piggybacks.
     """
 
     def __init__(
@@ -36,12 +37,13 @@ class ModuleParts:
 
 
 class TorchModules:
-    """Makes the keeper of a strategy's torch modules when the program builds its first module.
+    """Makes the keeper of a strategy's torch modules when it is first needed.
 
-    A program without torch must never import it.
+    The keeper is the object that mirrors modules and reduces their gradients. It is made late, so that a program
+    without torch never imports torch.
 
     Args:
-        make: makes a `pytorch.modules.strategy_modules.StrategyModules`.
+        make: makes the keeper, a `pytorch.modules.strategy_modules.StrategyModules`.
         needed: whether the scope and `run` look for modules. If False, only `mirror` and `no_sync` make the keeper.
 
     Attributes:
@@ -79,7 +81,7 @@ class TorchModules:
             self.get().before_run()
 
     def after_run(self) -> None:
-        """Tell the keeper that the replicas of this rank have computed."""
+        """Tell the keeper that a run on this rank has ended without an error. Called by: strategies with servers."""
         if self.made is not None:
             self.made.after_run()
 

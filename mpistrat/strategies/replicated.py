@@ -11,4 +11,4 @@ class ReplicatedExtended(StrategyExtended):
     """The methods of strategies in which all ranks take part in everything."""
 
     def check_destination(self, destinations: Any) -> None:
-        """Accept every destination, because each rank reduces to its own devices."""
+        """Accept every destination: each rank puts the result on its own devices. Raises nothing."""
