@@ -51,8 +51,8 @@ def distribute_from_function(
     """Return a dataset that gives this rank's replicas the batches of a dataset function. Called by: every rank.
 
     Args:
-        datasets: the function's results on this rank: one for each replica; or one, from which the replicas take
-            batches in turn.
+        datasets: the function's results on this rank: one for each replica, or one for all. The replicas then take
+            batches of it in turn.
         partial: whether an epoch may go on as long as any replica has data. The strategy must allow it, too.
     Raises: ValueError if a result is not iterable.
     """
@@ -70,7 +70,7 @@ def distribute_from_function(
 
 
 def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDataset:
-    """Return a dataset whose replicas on this rank take the items of `batches` in turn, for `local_batches=True`.
+    """Return a dataset for `local_batches=True`: this rank's replicas take the items of `batches` in turn.
 
     An epoch ends with the rank that has the fewest batches. Called by: every rank.
     """
@@ -107,7 +107,7 @@ def _reader_of(
 
 
 def safe_dataset(dataset: Any, whole_on: Communicator | None = None, seed_id: int = 0) -> Any:
-    """Return `dataset`; for a torch DataLoader, a `WholeLoader` around it, which forks no process that has started MPI.
+    """Return `dataset`; for a torch DataLoader, a `WholeLoader` of it, because MPI does not bear forks.
 
     Args: whole_on, seed_id: the arguments of `WholeLoader`.
     """

@@ -83,7 +83,7 @@ class RandomState:
             self._set(now)
 
     def now(self) -> dict[str, Any]:
-        """Return the states with which the next epoch begins: the argument of `begin_at`, or the present states."""
+        """Return the states at the next epoch's beginning: the argument of `begin_at`, or the present states."""
         return self._begin_at or self._capture()
 
     def _capture(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Reader(abc.ABC):
     def position(self) -> Any:
         """Return the position of the next epoch's first step, for `state`; after `load_state`, the loaded position.
 
-        A position is what the reader needs to repeat the epoch's order, such as generators' states. None: nothing.
+        A position is the data that repeats an epoch's order, such as states of generators; None if nothing is needed.
         """
         return None
 
@@ -386,7 +386,7 @@ def check_all_have_some(steps: Sequence[int]) -> None:
 class FunctionReader(Reader):
     """Reads the results of a dataset function: batches of one replica, already sharded.
 
-    Args: datasets: one dataset for each replica of this rank; or one dataset, from which the replicas take batches in
+    Args: datasets: one dataset for each replica of this rank, or one for all. The replicas then take batches of it in
         turn.
     """
 

@@ -209,7 +209,7 @@ class _PieceSampler:
     so that the loader returns a batch for each piece, in the same order.
 
     Attributes:
-        handed_out: steps whose batches the loader is still loading. An entry is True for a piece with examples, else
+        handed_out: steps that the loader is still loading. An entry is True for a piece with examples, else
             EMPTY or MISSING.
         known_indices: indices of some examples of the dataset.
         steps: the steps of this epoch that the loader has not asked for.

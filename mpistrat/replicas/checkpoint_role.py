@@ -32,11 +32,11 @@ class CheckpointRole:
         return False
 
     def unchanging(self) -> contextlib.AbstractContextManager[None]:
-        """A context around the reading of variables for a checkpoint, in which no other rank changes variables."""
+        """A context around the reading of variables for a checkpoint: meanwhile no other rank changes variables."""
         return contextlib.nullcontext()
 
     def already_written(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this rank's writes to variables have no effect: another rank has written the values.
+        """A context that makes this rank's writes to variables do nothing: another rank has written the values.
 
         Entered around: restoring on a rank that follows another rank.
         """

@@ -50,7 +50,7 @@ class CrossReplicaOps:
 
     Args:
         group: the replicas.
-        cross_device_ops: the program's policy, which combines the components on one rank; or None.
+        cross_device_ops: the program's policy for combining the components on one rank, or None.
         options: defaults of every collective.
         take_apart: for TPU cores that run one program: returns the component on each core of a tensor that all cores
             share as one object, and None for any other value. None: each replica has objects of its own.

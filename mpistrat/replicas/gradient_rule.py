@@ -65,7 +65,7 @@ class GradientRule:
             )
 
     def decided(self, call: str) -> str:
-        """Return the rule, "sum" or "mean". Raises: RuntimeError, which begins with `call`, while it is undecided."""
+        """Return the rule, "sum" or "mean". Raises: RuntimeError that begins with `call`, while it is undecided."""
         if self.chosen is None:
             raise RuntimeError(
                 f"{call}: are gradients to be summed or averaged? Scale the loss with "

@@ -21,16 +21,16 @@ MergeFunction = Callable[[list[Any]], Any]
 
 
 class ReplicaState(Protocol):
-    """State of which each replica has its own, although torch keeps only one per rank: gradients, buffers, generators.
+    """State that each replica has for itself, although torch keeps only one per rank: gradients, buffers, generators.
 
-    The replica whose turn it is has its state in torch's modules and generators. The states of the other replicas are
-    put away. `pytorch.virtual_replicas.TorchState` implements this protocol.
+    During a replica's turn, its state is in torch's modules and generators. The states of the other replicas are put
+    away. `pytorch.virtual_replicas.TorchState` implements this protocol.
     """
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
         """Return a function that makes a context with the modes of the thread that calls `inherit`.
 
-        The modes are those that torch keeps per thread, such as autocast and whether gradients are on.
+        Torch keeps these modes per thread: autocast, for example, and whether gradients are on.
 
         Called by: a run, on the program's thread. The thread of each other replica enters the context around its work.
         """

@@ -49,7 +49,7 @@ class ShardedArrays:
     def tell_of_uneven(self, part: int | None = None) -> None:
         """Let rank 0 warn, once, if the parts of an array in `cuts` differ in size, though their losses count alike.
 
-        Args: part: look only at arrays of which this rank's part has this size; None: at all arrays.
+        Args: part: look only at arrays with this size of this rank's part; None: at all arrays.
         """
         for length, size, dim in self.cuts:
             if size % self._num_replicas and part in (None, length):

@@ -24,8 +24,8 @@ class ModuleParts:
         replicas: runs functions on this rank's replicas.
         rule: whether gradients are summed or averaged.
         gradient_sums: sums gradients over all replicas; None: `ops` sums them.
-        piggybacks: objects whose integers travel with the all-reduce in which the ranks agree before they reduce
-            gradients; each is a `pytorch.gradients.agreement.Piggyback`. Every rank has the same number of piggybacks.
+        piggybacks: objects that add integers to an all-reduce: before each reduction of gradients, the ranks agree by
+            it. Each is a `pytorch.gradients.agreement.Piggyback`. Every rank has the same number of piggybacks.
     """
 
     def __init__(

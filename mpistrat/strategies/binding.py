@@ -65,7 +65,7 @@ def bind(
 def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quiet: bool) -> None:
     """Let `communicator` take buffers on GPUs, if every rank uses a GPU. Called by: every rank.
 
-    Otherwise buffers go through host memory. Rank 0 then says which rank sees no GPU, if another rank uses one.
+    Otherwise buffers go through host memory. Rank 0 then names a rank that sees no GPU, if another rank uses one.
 
     Args:
         gpus: the node and the name of each rank's GPU, in rank order; () for a rank that sees none; None for a rank

@@ -48,7 +48,8 @@ class MirroredStrategy(Strategy):
     Called by: every rank of the node (or of `comm`).
     Args:
         devices: this rank's devices, one replica each, e.g. ["cpu:0", "cpu:1"]. None or []: one replica on the rank's
-            own device. Torch modules take the first device for all replicas.
+            own device: an accelerator of the node, or else the CPU. Torch modules take the first device for all
+            replicas.
         cross_device_ops: reduces values, and gradients in `backward()`, among this rank's replicas.
         comm: the mpi4py communicator of the ranks that take part; None: the ranks of this node.
         communication_options: defaults of every collective.

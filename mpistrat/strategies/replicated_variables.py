@@ -32,8 +32,8 @@ class CopyPerReplica(VariableStore):
         num_copies: number of copies of each variable on this rank; None: one for each device.
 
     Attributes:
-        mirrored: the mirrored variables that the program still has. The keys count all mirrored variables from 0, in
-            the order in which they were made.
+        mirrored: the mirrored variables that the program still has. The keys number all mirrored variables from
+            0, in the order of their making.
     """
 
     mirrored: weakref.WeakValueDictionary[int, MirroredVariable]

@@ -50,8 +50,8 @@ def agree(
     Called by: every rank of `communicator`, in the strategy's constructor.
     Args:
         what: the name of the strategy's class.
-        topology: the topology of the ranks of `communicator`. If it has more ranks, those of `communicator` must be all
-            ranks of this node.
+        topology: the topology of the ranks of `communicator`. If it has more ranks, `communicator` must have all
+            ranks of this node and no other ranks.
         devices: this rank's devices, if the program has chosen them, else None.
         asked: the arguments of the strategy's constructor.
         comm: returns the mpi4py communicator of these ranks, for torch's default group; None: the strategy never makes
