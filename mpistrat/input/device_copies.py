@@ -26,7 +26,7 @@ class DeviceCopies:
         devices: the devices of this rank's replicas, in replica order; () if batches stay where they are.
 
     Attributes:
-        needed: whether some replica's device is not the host. If False, nobody need call `start`.
+        needed: whether some replica's device is not the host. If False, `start` and `arrived` are not called.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:

@@ -62,7 +62,7 @@ class _FilePosition:
 
 
 class _NothingRead(_FilePosition):
-    """The position before the first step of an epoch, or since a restart."""
+    """The position of a worker that has read nothing since the beginning of the epoch, or since a restart."""
 
     def progress(self) -> None:
         return None

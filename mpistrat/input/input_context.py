@@ -9,6 +9,8 @@ import dataclasses
 class InputContext:
     """Tells a dataset function its input pipeline's number, and the number of replicas.
 
+    An input pipeline is one call of the dataset function: one for each rank, or, with PER_REPLICA, for each replica.
+
     Args:
         num_input_pipelines: number of pipelines on all ranks.
         input_pipeline_id: number of this pipeline, 0 <= id < num_input_pipelines.

@@ -68,7 +68,7 @@ class Reader(abc.ABC):
         reads_ahead: whether another thread reads the steps before the program asks for them.
         dropped: the program's `collate_fn`, wrapped to count the examples that are None; None if no example is counted,
             then on all ranks.
-        compares_ends: whether all ranks read the same data and find its end themselves, and then compare the ends.
+        compares_ends: whether all ranks read the same data, and, at its end, compare their numbers of steps.
     """
 
     reads_ahead = False

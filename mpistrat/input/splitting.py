@@ -59,7 +59,11 @@ class ReplicaPieces(list[Any]):
 
 
 class Kind(Protocol):
-    """How batches of one kind are measured, cut and joined along the examples."""
+    """How batches of one kind are measured, cut and joined along their examples.
+
+    `size` returns a batch's number of examples. `cut` returns the batch of a slice of its examples. `join` returns one
+    batch of all examples of several.
+    """
 
     def size(self, batch: Any, /) -> int: ...
 

@@ -38,7 +38,7 @@ class CheckpointRole:
     def already_written(self) -> contextlib.AbstractContextManager[None]:
         """A context that makes this rank's writes to variables do nothing: another rank has written the values.
 
-        Entered around: restoring on a rank that follows another rank.
+        Entered around the restoring of values on a rank that follows another rank.
         """
         return contextlib.nullcontext()
 

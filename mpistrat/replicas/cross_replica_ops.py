@@ -156,7 +156,7 @@ class CrossReplicaOps:
     ) -> list[Any]:
         """Reduce along `axis` on each replica, and then over replicas. Returns: a result for each leaf.
 
-        A mean is the sum over all replicas, divided by their number of elements: more elements count more.
+        A mean is the sum over all replicas, divided by the number of elements on all replicas.
         """
         with self.communicator.raising_together():
             if op.adds_up:

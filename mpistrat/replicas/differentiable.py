@@ -14,7 +14,7 @@ from mpistrat.reduce_op import ReduceOp
 
 
 class _DifferentiableAllReduce(torch.autograd.Function):
-    """An all-reduce whose gradient is the same all-reduce: the sum (mean) over replicas of the upstream gradients.
+    """An all-reduce. Its gradient is the same all-reduce, SUM or MEAN, of the upstream gradients over all replicas.
 
     Its backward applies this function again, so that gradients of any order exist.
     """

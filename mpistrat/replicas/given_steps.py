@@ -174,7 +174,7 @@ class GivenSteps:
     def begin_backward(self, *, weighs: bool) -> StepExamples | None:
         """Begin a backward, and return the numbers of examples by which the replicas' losses count.
 
-        Called by: the gradient reducer, in each `backward()` of a mirrored module.
+        Called by: the gradient reducer in each `backward()`, if `weighs`, or if `iterations` is not empty.
         Args:
             weighs: whether losses count by examples: True inside `replica()`, if gradients are averaged.
         Returns: the numbers of the last step that was given while gradients were on; None if all replicas count alike:

@@ -12,7 +12,7 @@ _numbers = itertools.count()
 
 
 class GradientRule:
-    """The rule of one strategy: "sum", "mean", or undecided.
+    """One strategy's rule: `backward()` leaves the "sum" or the "mean" of the replicas' gradients, or it is undecided.
 
     The program decides by the strategy's argument `gradients`. Without it, the first loss that is scaled for one of the
     rules decides.

@@ -309,7 +309,7 @@ class StrategyExtended(abc.ABC):
         return getattr(value, "_container", None) or value
 
     def read_var(self, variable: Any) -> Any:
-        """Return the variable's value; of an ON_READ variable, its copies combined.
+        """Return the variable's value; for an ON_READ variable, all replicas' copies combined.
 
         Raises: TypeError if `variable` is no variable.
 
@@ -359,7 +359,9 @@ class StrategyExtended(abc.ABC):
     ) -> Any:
         """Call `fn(component, *args, **kwargs)` for every copy of `variable` on this rank.
 
-        Context: cross-replica. Inside `run`, all replicas call it, and their arguments are regrouped.
+        `fn` gets the copy's own component of each distributed value in `args` and `kwargs`.
+
+        Context: cross-replica. Inside `run`, all replicas call it, and their arguments are put together first.
         Args:
             group: whether to return one value for all copies.
         Returns:

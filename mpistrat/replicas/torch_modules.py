@@ -75,7 +75,7 @@ class TorchModules:
     def before_run(self) -> None:
         """Mirror new modules before replicas compute.
 
-        Called by: every rank, in `run` and at `next` inside `replica()`.
+        Called by: every rank, in `run`, at the beginning of `replica()`, and at `next` of a distributed dataset in it.
         """
         if self.are_seen:
             self.get().before_run()

@@ -61,7 +61,8 @@ def agree(
         CollectiveMismatchError: on all ranks, if they make different strategies, or, without `deterministic`, have
             different numbers of devices.
         RuntimeError: on all ranks, with `torch_distributed=True`, if the program's default group is over other ranks.
-        ValueError: parameters are to be shared, and a rank has several replicas, or there is a wire format.
+        ValueError: parameters are to be shared, and this rank has several replicas, or there is a wire format or
+            `deterministic`.
     """
     replicas = 1 if devices is None else len(devices)
     if asked.shared_parameters:
