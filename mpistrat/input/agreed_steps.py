@@ -88,12 +88,12 @@ class AgreedSteps(Iterator[ReplicaPieces]):
                 self._source = knowing_what_follows(self._source)
             depth = max(options.experimental_per_replica_buffer_size, _STEPS_READ_AHEAD)
             self._source = Prefetcher(self._source, depth)
-        self._position: Any = None  # where the last step has left the reader
+        self._position: Any = None  # the reader's position after the last step
         self._steps_done = progress.steps
         self._steps_left: int | None = None  # None: not known
         self._sure = 0  # steps that all ranks make before they ask again
         self._has_asked = False
-        # A batch like this rank's; batches of no examples are made of it.
+        # A batch with the structure of this rank's batches, to make batches of no examples.
         self._template: Any = None
         self._structure: str | None = None
 

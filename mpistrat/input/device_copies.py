@@ -12,7 +12,7 @@ from mpistrat import arrays, nest
 
 class _CopyUnderWay(NamedTuple):
     batch: Any
-    event: Any  # is reached when the batch is on its device
+    event: Any  # an event of the copying stream: the batch is on its device
 
 
 class DeviceCopies:

@@ -79,7 +79,7 @@ class RandomState:
         try:
             yield
         finally:
-            now["own"] = [g.get_state() for g in self._of_owners]  # not put back
+            now["own"] = [g.get_state() for g in self._of_owners]  # these go on
             self._set(now)
 
     def now(self) -> dict[str, Any]:

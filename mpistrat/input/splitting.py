@@ -119,7 +119,7 @@ def pieces_of_each(
         wanted: numbers of this rank's pieces, 0 <= number < num_pieces.
         num_pieces: number of pieces of a batch. With 1, the batch is not cut and may be any object.
     """
-    size, parts, examples = -1, [slice(0)], None  # of the last batch; most batches are alike
+    size, parts, examples = -1, [slice(0)], None  # of the last batch: most have one size
     for batch in batches:
         if num_pieces == 1:
             step, examples = ReplicaPieces([batch] * len(wanted)), _examples_of_whole(batch, kind)
@@ -137,7 +137,7 @@ def _examples_of_whole(batch: Any, kind: Kind) -> StepExamples | None:
     """Return the numbers of examples of a batch that is not cut; None if `kind` cannot measure it."""
     try:
         size = kind.size(batch)
-    except (TypeError, ValueError):  # a batch that is not cut may be any object
+    except (TypeError, ValueError):  # the batch may be any object
         return None
     return np.array([size, size])
 

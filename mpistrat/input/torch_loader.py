@@ -37,8 +37,8 @@ from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
-# Batches of indices in one message. All ranks wait at each message, so messages are few and long; rank 0's sampler runs
-# ahead by one message.
+# Index lists in the first and the longest message. Messages are few and long, because all ranks wait at each of them.
+# Rank 0's sampler runs ahead of the loading by one message.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
 _OF_ALL_EXAMPLES = data.default_collate, data.default_convert, collate
 _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
@@ -337,7 +337,7 @@ class LoaderReader(ReplayedReader):
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         """Yield the steps of an epoch: this rank's pieces of each global batch, collated by the loader's function."""
         if self.ends_together:
-            self._agree()  # before worker processes start, because an error would end them in the middle of that
+            self._agree()  # first, because an error must not come while worker processes start
         for part in _parts_of(self._user):
             readers.set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
@@ -350,7 +350,7 @@ class LoaderReader(ReplayedReader):
         batches = self._begin(loader, sampler)
         began = self._random.began
         if not loader.num_workers and not loader.pin_memory:
-            # The iterator was made only to draw its random numbers. To load the examples here takes less time.
+            # `_begin` has made torch's iterator only to draw its random numbers. Loading here takes less time.
             for step in sampler.steps:
                 yield step.replace_pieces(self._loaded, began)
             return
@@ -371,7 +371,7 @@ class LoaderReader(ReplayedReader):
         with self._random.of_epoch(), device:
             with starting_processes(self._user):
                 batches = guarded(iter(loader))
-            if not loader.num_workers:  # worker processes make torch read ahead
+            if not loader.num_workers:  # with worker processes, torch itself reads ahead
                 sampler.read_first_step()
         return batches
 

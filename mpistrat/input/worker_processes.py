@@ -33,7 +33,7 @@ from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_PRO
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
-_MOST_PROCESSES = 1 << 20  # more than a rank has
+_MOST_PROCESSES = 1 << 20  # more worker processes than a rank has
 
 
 def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:

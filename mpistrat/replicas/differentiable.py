@@ -30,7 +30,7 @@ class _DifferentiableAllReduce(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         context, op, options, label = ctx.call
         check_device(context, upstream)
-        # The label makes it an error if ranks differentiate unequally often.
+        # With this label, ranks that differentiate unequally often get an error.
         label = "gradient of " + (label if label.startswith("gradient of ") else "all_reduce")
         gradients = _DifferentiableAllReduce.apply(context, op, options, label, *upstream)
         return None, None, None, None, *gradients

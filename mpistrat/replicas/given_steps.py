@@ -88,7 +88,7 @@ class GivenSteps:
         distributed: whether a distributed dataset has given a step, or values were distributed or sharded.
     """
 
-    # Kept here, because `_forget` is called when Python ends, too, and modules have no names left.
+    # Kept in the class, because `_forget` may be called while Python ends, when modules have lost their names.
     _order_of = staticmethod(operator.attrgetter("order"))
 
     def __init__(self, num_replicas: int, num_ranks: int, is_first_rank: bool) -> None:
@@ -102,7 +102,7 @@ class GivenSteps:
         self._last: _Iteration | None = None  # the last to give a step while gradients were on
         self._order = 0
         self._shard_is_last = False  # whether arrays were sharded after the last step
-        # Whether a step had parts of different sizes, and no backward counts by it.
+        # Whether a step without gradients, or of an iterator that is gone, had parts of different sizes.
         self._left_uneven = False
         self._said: set[str] = set()
 

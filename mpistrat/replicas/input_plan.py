@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Numbers of examples of a step: one for each replica of this rank, and, last, the sum over all replicas of all ranks.
-# int64 [replicas + 1]: an array, because torch.compile takes an array for an input of the graph, numbers for constants.
+# int64 [replicas + 1]: an array, because for torch.compile an array is an input of a graph, and a number a constant.
 StepExamples = npt.NDArray[np.int64]
 
 

@@ -145,7 +145,7 @@ class _Run:
         self._operands: list[Any] = [None] * replicas.count
         self._merged: Any = None
         self._error: BaseException | None = None
-        self._active = 0  # the replica that has its state out
+        self._active = 0  # the replica with its state in place
         self._started = [False] * replicas.count
         self._stopping = False
 

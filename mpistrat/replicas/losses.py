@@ -68,7 +68,7 @@ def compute_average_loss(
         raise TypeError(f"global_batch_size must be an integer, got {size!r:.60}")
     elif size <= 0:
         raise ValueError(f"global_batch_size must be positive, got {size}")
-    if getattr(loss, "requires_grad", False):  # a loss of training
+    if getattr(loss, "requires_grad", False):  # it is a loss to train with
         # Divided by the replica's own examples, the loss is right with gradients="mean".
         contradicts_mean = bool(replicas > 1 and global_batch_size != num_examples)
         is_guess = global_batch_size is None and not arrays.is_torch(size)

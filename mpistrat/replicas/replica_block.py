@@ -63,5 +63,5 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
         if self._is_outermost:
             spans.current.end_steps()
             self._extended.given_steps.blocks -= 1
-            if exc[0] is None:  # no backward has decided how parts count
+            if exc[0] is None:  # a backward would have cleared the cuts
                 self._extended.sharded.tell_of_uneven()

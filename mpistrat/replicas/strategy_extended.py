@@ -203,8 +203,7 @@ class StrategyExtended(abc.ABC):
         Called by: every rank.
         Args:
             last: number of seconds to look back, at most 63.
-        Returns: a list of seconds, in rank order, equal on all ranks; 0.0 for a rank that records no calls, as with
-            `check="never"`.
+        Returns: a list of seconds, in rank order, equal on all ranks. With `check="never"` nothing is measured.
 
         Example:
             >>> ms.OneDeviceStrategy("cpu").extended.seconds_waited(last=10)

@@ -39,7 +39,7 @@ def share_cores(
     if fixed is not None:
         _set_threads(fixed)
         return fixed
-    if communicator.size == 1 or users_threads():  # of this rank; other ranks may have none
+    if communicator.size == 1 or users_threads():  # other ranks may have none
         return None
     local = [set(cpus) for node, cpus, _ in affinities if node == topology.node]
     threads = intra_op_threads(affinity, local)
