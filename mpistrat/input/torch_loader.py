@@ -188,7 +188,7 @@ def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
 
 
 def _copy_of(loader: data.DataLoader[Any], seed_id: int, **changes: Any) -> data.DataLoader[Any]:
-    """Return a copy of the loader with worker processes from a forkserver, and not from a fork of the rank.
+    """Return a copy of the loader. Its worker processes come from a forkserver, unless the loader has a context.
 
     Args:
         seed_id: the argument of `WorkerInit`.
@@ -308,7 +308,8 @@ def _order(examples: int, generator: torch.Generator) -> torch.Tensor:
 class LoaderReader(ReplayedReader):
     """Reads a DataLoader over a map-style dataset: each rank loads only the examples of its own replicas.
 
-    Each epoch's iterator asks rank 0 for the order of the examples, so every rank must take the first step together.
+    In each epoch rank 0 broadcasts the order of the examples, so every rank must read. Under AutoShardPolicy.OFF each
+    rank has its own order, and nothing is sent.
     """
 
     _random: RandomState

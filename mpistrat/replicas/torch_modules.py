@@ -44,7 +44,8 @@ class TorchModules:
 
     Args:
         make: makes the keeper, a `pytorch.modules.strategy_modules.StrategyModules`.
-        needed: whether the scope and `run` look for modules. If False, only `mirror` and `no_sync` make the keeper.
+        needed: whether the scope and `run` look for modules. If False, only `prepare`, `mirror` and `no_sync` make the
+            keeper.
 
     Attributes:
         parts: the argument of `make`.

@@ -24,8 +24,8 @@ class CentralStorageStrategy(Strategy):
 
     The ranks share the memory of variables, of torch modules' parameters and of the sums of their gradients. They also
     share the state of optimizers that update element by element. So m bytes of parameters take m bytes per node, and
-    each rank has its own gradients beside them. A rank with several replicas computes on its own copy of the parameters
-    of torch modules.
+    each rank has its own gradients beside them. A rank with several devices has its own copy of the parameters of torch
+    modules.
 
     An update of a `Variable` is collective. Outside `run`, the operand of the update must be equal on all ranks. An
     array that was read from a variable before an update may show the new value afterwards.
@@ -33,7 +33,7 @@ class CentralStorageStrategy(Strategy):
     Called by: every rank of the job (or of `comm`), all on one node.
     Args:
         compute_devices: the devices of this rank's replicas. None: its share of all accelerators of the node, else one
-            CPU. Torch modules need ranks with one device each.
+            CPU. Ranks share the parameters of torch modules only if each rank has one device.
         parameter_device: the device of variables and of torch modules' parameters. None: the compute device if there is
             only one, else "cpu:0". A replica that reads a variable gets the value on the replica's device. A torch
             module computes on the device of its parameters.
