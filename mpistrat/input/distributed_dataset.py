@@ -166,7 +166,10 @@ class DistributedDataset(Iterable[Any]):
         return self._shared.spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Return `reduce_func(state, step)` folded over the steps of one epoch, beginning with `initial_state`."""
+        """Return `reduce_func(state, step)` folded over the steps of one epoch, beginning with `initial_state`.
+
+        Called by: every rank. Combines nothing over ranks or replicas.
+        """
         return functools.reduce(reduce_func, self, initial_state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,7 +313,7 @@ class DistributedIterator(Iterator[Any]):
         self._has_read_all = False
 
     def initialize(self) -> None:
-        """Begin again, with a new epoch. (tf.compat.v1)
+        """Begin the next epoch; if the program has got no step of this epoch, begin this epoch again. (tf.compat.v1)
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")

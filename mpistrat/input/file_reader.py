@@ -26,8 +26,8 @@ class _Restart:
 
     Attributes:
         finished: numbers of the files that were read whole.
-        partly: for each file that was read in part, from its number to the number of examples read.
-        left: from a worker's number to the numbers of the files that it had not read whole.
+        partly: a dict from the number of each file that was read in part to the number of examples read.
+        left: a dict from the number of each worker to the numbers of the files that it had not read whole.
     """
 
     finished: frozenset[int] = frozenset()

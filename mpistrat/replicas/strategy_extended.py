@@ -242,6 +242,7 @@ class StrategyExtended(abc.ABC):
         """Call `fn(context, next(iterator))` `iterations` times, in the scope. Returns: the context.
 
         Called by: every rank.   Context: cross-replica or top level.
+        Raises: StopIteration if `iterator` gives fewer than `iterations` steps.
 
         Example:
             >>> extended = ms.OneDeviceStrategy("cpu").extended
