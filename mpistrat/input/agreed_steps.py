@@ -20,9 +20,9 @@ from mpistrat.options import InputOptions
 if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
-# Stand for a number of steps: `_FAILED` of a rank that could not read, `_NEVER` of a rank that expects no failure.
+# In place of a number of steps, a rank sends `_FAILED` if it could not read, and `_NEVER` if it expects no failure.
 _FAILED = _NEVER = 1 << 30
-# With fewer steps, a slow reading thread must be woken for each step: 30 us per step instead of 10 us.
+# If the thread reads fewer steps ahead, it must be woken for each step: 30 us per step instead of 10 us.
 _STEPS_READ_AHEAD = 4
 
 
@@ -30,15 +30,16 @@ _STEPS_READ_AHEAD = 4
 class IteratorProgress:
     """How far an iterator has come in its epoch. `DistributedDataset.state_dict` makes its state of this object.
 
-    The dataset keeps this object instead of the iterator. If dataset and iterator kept each other alive, an iteration
-    that the program leaves early would leave its DataLoader's worker processes to the garbage collector. The collector
-    ends the processes' queues before the DataLoader waits for the processes, and that wait takes 5 s.
+    The dataset refers to this object instead of the iterator. If dataset and iterator kept each other alive, the
+    garbage collector would have to end the DataLoader's worker processes when a program leaves an iteration early. The
+    collector closes their queues first, and then waiting for the processes takes 5 s.
 
     Attributes:
-        epoch: number of the epoch.
-        steps: number of its steps that the program has got.
+        epoch: number of the epoch, from 0.
+        steps: number of the epoch's steps that the program has got.
         position: where the program's last step has left the reader (`Reader.position`); None before the first step.
-        unread: the state from before `DistributedIterator.peek` read a step; None once the program has got that step.
+        unread: the state (a dict) from before `DistributedIterator.peek` read a step; None without such a step, or
+            once the program has got it.
         ended: whether the program has got all steps.
     """
 
@@ -58,14 +59,15 @@ class IteratorProgress:
 class AgreedSteps(Iterator[ReplicaPieces]):
     """An iterator over the steps of one epoch on this rank. It gives all ranks the same number of steps.
 
-    With `partial`, the epoch goes on as long as any rank has data, and a replica without data gets a batch of no
-    examples. Otherwise the epoch ends as soon as one rank has no data.
+    If `Reader.ends_together` is true, no rank asks another. Otherwise the ranks ask each other at the first step,
+    whether there are further steps. They ask again when the steps that are known to come are over, unless they know the
+    epoch's number of steps.
 
-    If `Reader.ends_together` is true, no rank asks another. Otherwise the ranks ask each other at the first step. They
-    ask again when no rank is known to have a further step, unless all ranks know the epoch's number of steps.
-
-    Called by: every rank, inside `raising_together`.
-    Args: progress: the epoch, and the number of its steps to skip.
+    Called by: every rank, inside `Communicator.raising_together`, a context that hands this rank's error to all ranks.
+    Args:
+        partial: whether the epoch goes on as long as any rank has data; a replica without data then gets a batch of no
+            examples. If False, the epoch ends as soon as one rank has no data.
+        progress: the epoch, and the number of the epoch's steps to skip.
     """
 
     def __init__(
@@ -86,12 +88,12 @@ class AgreedSteps(Iterator[ReplicaPieces]):
                 self._source = knowing_what_follows(self._source)
             depth = max(options.experimental_per_replica_buffer_size, _STEPS_READ_AHEAD)
             self._source = Prefetcher(self._source, depth)
-        self._position: Any = None  # where the last step has left the reader
+        self._position: Any = None  # the reader's position after the last step
         self._steps_done = progress.steps
         self._steps_left: int | None = None  # None: not known
         self._sure = 0  # steps that all ranks make before they ask again
         self._has_asked = False
-        # A batch like this rank's; batches of no examples are made of it.
+        # A batch with the structure of this rank's batches, to make batches of no examples.
         self._template: Any = None
         self._structure: str | None = None
 
@@ -119,7 +121,7 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return step
 
     def _filled(self, entry: Any) -> Any:
-        """Return the batch of a step's entry; a batch of no examples if the entry is EMPTY or MISSING.
+        """Return the batch of a step's entry; a batch of no examples if the entry is EMPTY or MISSING (no data).
 
         Raises: ValueError if the batch has another structure than earlier batches, or if the dataset has no example to
             copy the structure from.
@@ -159,8 +161,11 @@ class AgreedSteps(Iterator[ReplicaPieces]):
     def _goes_on(self, step: ReplicaPieces | None, error: Exception | None) -> bool:
         """Whether all ranks make this step. Called by: every rank, for each step.
 
-        Args: step: this rank's step; None if its data has ended, or with an `error`.
-        Raises: on all ranks, if a rank has an error or its dataset's length is wrong.
+        Args:
+            step: this rank's step; None if this rank's data has ended, or if there is an `error`.
+            error: the exception that reading the step has raised, or None.
+        Returns: False at the end of the epoch, on all ranks; the reader's `end` was called then.
+        Raises: an error on all ranks, if a rank has one, or if a rank's dataset has a wrong `len`.
         """
         if self._steps_left is not None:
             error = error or self._wrong_length(step)
@@ -200,11 +205,12 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return sure > 0
 
     def _words(self, step: ReplicaPieces | None, error: Exception | None) -> list[int]:
-        """Return this rank's two numbers: its sure steps, and minus the number of steps before a known failure.
+        """Return two numbers that this rank sends: how many steps it is sure to have, and when its reading fails.
 
-        The ranks take the maximum of each number. With `partial`, the ranks make as many steps as the rank with the
-        most. Otherwise they make as many as the rank with the fewest, so the first number is negative. A rank without a
-        step gives 0. A rank with an error gives `_FAILED`. Without a known failure the second number is `-_NEVER`.
+        The ranks take the maximum of each number. With `partial`, all ranks make as many steps as the rank that has the
+        most. Otherwise all make as many as the rank that has the fewest, so the first number is negated. It is 0 if
+        this rank has no step, and `_FAILED` after an error. The second number is minus the number of steps before a
+        known failure, or `-_NEVER`.
         """
         if error is not None:
             return [_FAILED, -_NEVER]
@@ -216,9 +222,9 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return [count if self._partial else -count, -(count if fails else _NEVER)]
 
     def _ask_first(self, words: list[int], step: ReplicaPieces | None) -> tuple[int, int]:
-        """Return the ranks' largest `words`, at the first step of an epoch. Called by: every rank.
+        """Return the maxima of the ranks' `words` (the results of `_words`). Called by: every rank, for the first step.
 
-        Also learns the structure of the batches, and the epoch's number of steps if the ranks know it.
+        It also learns the structure of the batches, and the epoch's number of steps if the ranks know it.
 
         Raises: ValueError on all ranks, if their batches differ in structure or dtype, or, without `partial`, if only
             some ranks have data.
@@ -239,9 +245,9 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return max(steps), max(failures)
 
     def _learn_template(self, specs: Sequence[Any]) -> None:
-        """Keep an empty batch like the ranks' batches as the template for batches of no examples.
+        """Make a batch of no examples from the first known spec, in case this rank has no batch to copy.
 
-        Args: specs: the spec of each rank's first batch, in rank order; None of a rank without a batch.
+        Args: specs: the spec of each rank's first batch, in rank order; None for a rank without a batch.
         Raises: ValueError if the specs differ in structure or dtype.
         """
         known = {rank: spec for rank, spec in enumerate(specs) if spec is not None}
@@ -258,7 +264,7 @@ def _has_examples(entry: Any) -> bool:
 
 
 def _is_batched(step: ReplicaPieces) -> bool:
-    """Whether the step's elements are batches, and not plain numbers. Numbers cannot be made empty."""
+    """Whether the step has arrays with dimensions. Numbers alone cannot be made a batch of no examples."""
     entry = next(filter(_has_examples, step), None)
     return not all(map(_is_number, nest.flatten(entry)))
 

@@ -56,7 +56,7 @@ def collate(examples: list[Any]) -> Any:
 
 
 def _columns(structures: list[Any]) -> Iterator[tuple[Any, ...]]:
-    """Return an iterator over the leaves of all `structures`; each item has one leaf of every structure.
+    """Return an iterator over tuples; tuple i has leaf i of every structure in `structures`.
 
     Raises: ValueError if the structures differ.
     """
@@ -84,7 +84,9 @@ def _stack(column: tuple[Any, ...]) -> Any:
 
 
 def without_examples(batch: Any) -> Any:
-    """Return `batch` with no examples in its arrays. Numbers, None and arrays without dimensions stay as they are.
+    """Return a batch of no examples: each array in `batch` cut to length 0 along its first dimension.
+
+    Numbers, None and arrays without dimensions stay as they are. `batch` is not changed.
 
     Raises: ValueError if a leaf is neither an array nor a number, for example a string.
     """
@@ -111,10 +113,10 @@ def spec_of(batch: Any) -> Any:
 
 
 def explain_empty_batch(error: Exception, arguments: Any) -> None:
-    """Add a hint about `drop_last=True` to `error`, if an array in `arguments` has no examples.
+    """Add a hint about `drop_last=True` to the text of `error`, if an array in `arguments` has no examples.
 
-    Called by: `Strategy.run`, if a replica's function raises `error`.
-    Args: arguments: the function's arguments; distributed values count with each component.
+    Called by: `Strategy.run`, if a function raises `error` and there are several replicas. It raises `error` again.
+    Args: arguments: the function's arguments, a nest; each component of a distributed value is looked at.
     """
     values = itertools.chain.from_iterable(
         leaf.values if isinstance(leaf, DistributedValues) else (leaf,)

@@ -17,7 +17,7 @@ from mpistrat.input.splitting import pieces_of_examples
 
 
 class _Batching:
-    """How a dataset makes batches of examples, in another order in each epoch.
+    """How a dataset makes batches of examples; with `shuffle=True`, in another order in each epoch.
 
     Attributes:
         epoch: number of the epoch that the next iteration reads.
@@ -52,7 +52,7 @@ class _Batching:
         self.epoch = epoch
 
     def _order_of(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the indices 0 to `number` - 1 in the epoch's order, int64. `shuffle` permutes them by seed, epoch."""
+        """Return the int64 indices 0 to `number` - 1 in the epoch's order, by seed and epoch if there is `shuffle`."""
         order = np.arange(number)
         if self._shuffle:
             np.random.default_rng([self._seed, epoch]).shuffle(order)
@@ -213,7 +213,7 @@ class FileDataset(_Batching):
     def summary(self) -> str:
         """Describe the dataset in a text that must be equal on all ranks.
 
-        It counts the files' names without their folders, because each node may keep its files elsewhere.
+        Its checksum covers the files' names without their folders, because each node may keep its files elsewhere.
 
         Example:
             >>> ms.input.FileDataset(["a.npy", "b.npy"], np.load, batch_size=4).summary()
@@ -246,7 +246,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
-    """Return the examples at `indices` of a map-style dataset, by one call of `__getitems__` if it has that method."""
+    """Return the examples at `indices` of a map-style dataset, by one call of its `__getitems__` if there is one."""
     if getattr(dataset, "__getitems__", None):
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]

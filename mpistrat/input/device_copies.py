@@ -12,20 +12,21 @@ from mpistrat import arrays, nest
 
 class _CopyUnderWay(NamedTuple):
     batch: Any
-    event: Any  # is reached when the batch is on its device
+    event: Any  # an event of the copying stream: the batch is on its device
 
 
 class DeviceCopies:
     """Copies each replica's batch from pinned memory to the replica's device, on a stream for copies only.
 
-    It copies torch tensors. NumPy arrays stay on the host, except for XLA devices: XLA programs take no NumPy arrays,
-    so numeric ones become tensors there. "cpu:0" and "cpu:1" name replicas that share the host's memory.
+    It copies torch tensors. NumPy arrays are copied on the host, and stay there. For XLA devices numeric NumPy arrays
+    become tensors on the device, because XLA programs take no NumPy arrays. "cpu:0" and "cpu:1" name replicas that
+    share the host's memory.
 
     Args:
-        devices: the devices of this rank's replicas, in replica order; () when batches stay where they are.
+        devices: the devices of this rank's replicas, in replica order; () if batches stay where they are.
 
     Attributes:
-        needed: whether some replica's device is not the host.
+        needed: whether some replica's device is not the host. If False, `start` and `arrived` are not called.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
@@ -34,11 +35,14 @@ class DeviceCopies:
         self.needed = any(not device.startswith("cpu") for device in devices)
 
     def start(self, batches: list[Any]) -> list[Any]:
-        """Begin to copy each replica's batch to its device. Returns: the batches in the form that `arrived` takes."""
+        """Begin to copy each replica's batch to its device, without waiting. Returns: a list to give to `arrived`."""
         return [*map(self._start, self._devices, batches)]
 
     def arrived(self, batches: list[Any]) -> list[Any]:
-        """Return the batches of `start` on their devices. The device's stream waits for the copy, the host does not."""
+        """Return the batches that `start` has copied. The device's current stream waits for the copies, not the host.
+
+        Args: batches: a result of `start`.
+        """
         return [*map(self._arrived, self._devices, batches)]
 
     def _start(self, device: str, batch: Any) -> Any:

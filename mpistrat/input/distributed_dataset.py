@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class IterationState:
-    """The state that a dataset and its iterators share.
+    """The state that a distributed dataset and its iterators share on one rank.
 
     Attributes:
         epoch: number of the epoch that the next iterator begins.
         start: number of steps that the next iterator skips.
         spec: the dataset's `element_spec`; None until a step was read.
-        steps_ahead: number of steps on their way to devices while earlier steps are computed; -1 until the ranks agree.
+        steps_ahead: number of steps to read before the program asks for them, so that their batches are copied to
+            devices meanwhile; -1 until the ranks have agreed on it.
         is_under_way: whether, inside `Strategy.replica()`, the program still works on the step that it got last.
     """
 
@@ -60,8 +61,9 @@ class DistributedDataset(Iterable[Any]):
 
     Attributes:
         strategy: the strategy of the replicas that get the batches.
-        after_steps: methods that every rank calls inside `Strategy.replica()` when the program asks for the next step,
-            and so is done with the step before. `state_dict` then gives the state after that step.
+        after_steps: weak references to methods that every rank calls inside `Strategy.replica()` when the program asks
+            for the next step. At that time `state_dict` gives the state after the step before. The
+            `PreemptionCheckpointHandler` adds a method.
         partial: whether an epoch goes on as long as any replica of any rank has data; replicas without data get batches
             of no examples. If False, an epoch ends where a replica has no data.
 
@@ -89,11 +91,11 @@ class DistributedDataset(Iterable[Any]):
         self._reader, self._extended, self._options = reader, extended, options
         self._distributed = distributed
         self._shared = IterationState()
-        # Returns the iterator that was begun last, or None if it is gone.
+        # Returns the iterator that was begun last, or None if the program no longer has it.
         self._last: Callable[[], DistributedIterator | None] = _no_iterator
         # The next iterator, if `element_spec` has read its first step.
         self._peeked: DistributedIterator | None = None
-        # Of the peeked iterator, or else of the iterator that was begun last.
+        # The progress of the peeked iterator; without one, of the iterator that was begun last.
         self._progress = IteratorProgress(0)
 
     def __getattr__(self, name: str) -> Any:
@@ -120,9 +122,9 @@ class DistributedDataset(Iterable[Any]):
         self._last, self._progress, self._peeked = weakref.ref(iterator), iterator.progress, None
 
     def _end_step(self) -> None:
-        """Call `after_steps` if the program has got a step and is done with it.
+        """Call the methods in `after_steps`, if the program has got a step before.
 
-        Called by: every rank, inside `replica()`.
+        Called by: `next` on every rank, inside `replica()`, before it gives the following step.
         """
         if self._shared.is_under_way:
             self._shared.is_under_way = False
@@ -164,7 +166,10 @@ class DistributedDataset(Iterable[Any]):
         return self._shared.spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Return `reduce_func(state, step)` folded over the steps of one epoch, beginning with `initial_state`."""
+        """Return `reduce_func(state, step)` folded over the steps of one epoch, beginning with `initial_state`.
+
+        Called by: every rank. Combines nothing over ranks or replicas.
+        """
         return functools.reduce(reduce_func, self, initial_state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,7 +253,7 @@ class DistributedDataset(Iterable[Any]):
 
 
 def _no_iterator() -> None:
-    """Return None, in place of a weak reference, while no iterator was begun."""
+    """Return None. It stands in for the weak reference to an iterator while no iterator was begun."""
 
 
 class Optional:
@@ -308,7 +313,7 @@ class DistributedIterator(Iterator[Any]):
         self._has_read_all = False
 
     def initialize(self) -> None:
-        """Begin again, with a new epoch. (tf.compat.v1)
+        """Begin the next epoch; if the program has got no step of this epoch, begin this epoch again. (tf.compat.v1)
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -358,7 +363,7 @@ class DistributedIterator(Iterator[Any]):
             return batches[0] if len(batches) == 1 else regroup(batches)
 
     def _end(self, in_block: bool) -> None:
-        """Record that the epoch has no further step. Raises: the error that the ranks met in place of a step."""
+        """Record that the epoch has no further step. Raises: the error that `_read_ahead` has kept, if any."""
         if self._failure is not None:
             raise self._failure
         self.progress.ended = True
@@ -367,12 +372,12 @@ class DistributedIterator(Iterator[Any]):
         self._extended.given_steps.end(self)
 
     def peek(self) -> None:
-        """Read the epoch's first step, unless a step was read, so that the element spec is known.
+        """Read the epoch's first step, so that the element spec is known. Nothing happens if a step was read already.
 
-        `next` gives that step then.
+        The following `next` gives the step.
 
         Called by: every rank.
-        Raises: the error of reading it.
+        Raises: the error that reading the step raises.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -388,10 +393,12 @@ class DistributedIterator(Iterator[Any]):
                 raise self._failure
 
     def _read_ahead(self, depth: int) -> None:
-        """Read steps until more than `depth` are there, or the epoch has ended. Called by: every rank.
+        """Read steps until more than `depth` of them wait for the program, or the epoch has ended.
 
-        An error in reading is raised once the program has got all earlier steps, and again at each further `next`. The
-        source's data is lost then, so no later step may follow.
+        An error in reading is kept. It is raised once the program has got all earlier steps, and again at each further
+        `next`. The step that could not be read is lost, so no later step may follow.
+
+        Called by: every rank.
         """
         if self._failure is not None and not self._ahead:
             self._extended.communicator.raise_together(self._failure)
@@ -402,7 +409,7 @@ class DistributedIterator(Iterator[Any]):
             self._failure = failure
 
     def _read(self) -> None:
-        """Read one step and begin to copy it to the devices. Called by: every rank."""
+        """Read one step, begin to copy it to the devices, and append it to `_ahead`. Called by: every rank."""
         dataset, progress = self._dataset, self.progress
         with self._together:
             if self._steps is None:
@@ -439,7 +446,7 @@ class DistributedIterator(Iterator[Any]):
         return self._dataset.element_spec
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the program is: the epoch, the steps that it has got, and the reader's position.
+        """Return where the program is: a dict of the epoch, the number of steps that it got, and the reader's state.
 
         The state is picklable and equal on all ranks. Another number of ranks can load it, unless each rank reads data
         of its own (a dataset function, AutoShardPolicy.OFF).
@@ -496,7 +503,7 @@ def _agreed_depth(copies: DeviceCopies, extended: StrategyExtended, options: Inp
 
 
 def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any:
-    """Return the element spec of a step. The batch dimension is None, unless all batches surely have the same size.
+    """Return the element spec of a step. The batch dimension is None, unless all batches have the same known size.
 
     Args: batch: the batch of this rank's first replica.
     """

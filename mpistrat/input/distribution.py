@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def distribute(
     dataset: Any, extended: StrategyExtended, options: InputOptions
 ) -> DistributedDataset:
-    """Return a dataset that gives each replica its piece of every global batch of `dataset`. Called by: every rank.
+    """Return a dataset that gives each replica its piece of every global batch of `dataset`.
 
+    Called by: every rank, for `experimental_distribute_dataset` and `prepare`.
     Raises:
         ValueError: `dataset` is not iterable.
         CollectiveMismatchError: on all ranks, if their `BatchedDataset` or `FileDataset` differ in their `summary`.
@@ -50,8 +51,9 @@ def distribute_from_function(
     """Return a dataset that gives this rank's replicas the batches of a dataset function. Called by: every rank.
 
     Args:
-        datasets: the function's results on this rank: one for all replicas, or one for each.
-        partial: whether an epoch may go on as long as any replica has data.
+        datasets: the function's results on this rank: one for each replica, or one for all. The replicas then take
+            batches of it in turn.
+        partial: whether an epoch may go on as long as any replica has data. The strategy must allow it, too.
     Raises: ValueError if a result is not iterable.
     """
     for dataset in datasets:
@@ -68,7 +70,10 @@ def distribute_from_function(
 
 
 def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDataset:
-    """Return a dataset that gives this rank's replicas the batches of `batches`, in turn. Called by: every rank."""
+    """Return a dataset for `local_batches=True`: this rank's replicas take the items of `batches` in turn.
+
+    An epoch ends with the rank that has the fewest batches. Called by: every rank.
+    """
     safe = safe_dataset(batches, seed_id=extended.input.share.pieces[0])
     reader = LocalReader(safe, extended.num_local_replicas, extended.communicator)
     return DistributedDataset(reader, extended, InputOptions(), batches, partial=False)
@@ -102,7 +107,7 @@ def _reader_of(
 
 
 def safe_dataset(dataset: Any, whole_on: Communicator | None = None, seed_id: int = 0) -> Any:
-    """Return `dataset`; for a torch DataLoader, a loader whose worker processes can live beside MPI.
+    """Return `dataset`; for a torch DataLoader, a `WholeLoader` of it, because MPI does not bear forks.
 
     Args: whole_on, seed_id: the arguments of `WholeLoader`.
     """

@@ -1,7 +1,7 @@
-"""Counts examples that did not come: a dataset gives None for them, and the program's `collate_fn` leaves them out.
+"""Counts examples that a dataset could not load: it gives None for them, and the program's `collate_fn` drops the None.
 
-A replica's loss then counts by the replica's examples that came. Each rank counts its own examples, and `next` adds the
-counts of all ranks up.
+A replica's loss then counts by the number of its other examples, the examples that came. Each rank counts its own
+examples, and `next` adds up the counts of all ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 class Collated(NamedTuple):
-    """The batch that a `collate_fn` made, and the number of None among its examples.
+    """The batch that a `collate_fn` made, and the number of None among the examples that it got.
 
-    The batch is None if all examples are None. This is a tuple because a DataLoader pins the parts of tuples.
+    The batch is None if all examples are None; `collate_fn` was then not called. This is a tuple, because a DataLoader
+    pins the parts of tuples.
     """
 
     batch: Any
@@ -45,7 +46,7 @@ class DroppedExamples:
         self._has_spoken = False
 
     def __call__(self, examples: Any) -> Collated:
-        """Return the batch of `examples` and the number of None among them. Called by: a DataLoader or a reader."""
+        """Return the batch of `examples`, and how many of them are None. Called by: a DataLoader or a reader."""
         # `__getitems__` may return anything, even a batch. Count before `collate_fn` removes examples from the list.
         dropped = sum(e is None for e in examples) if isinstance(examples, list) else 0
         # Do not ask `collate_fn` for a batch of nothing, because other replicas may have examples.
@@ -57,13 +58,14 @@ class DroppedExamples:
     ) -> None:
         """Replace the entries of `step` by their batches, and set `step.examples` to the numbers of examples that came.
 
-        An entry becomes EMPTY if none of its examples came.
+        An entry becomes EMPTY if none of its examples came. If none came on any rank, `collate_fn` gets a list of None,
+        as torch would give it, and `step.examples` stays.
 
         Called by: every rank, for each step.
         Args:
-            step: its entries are `Collated`, or batches already.
-            expected: the numbers of examples, also of examples that did not come.
-        Raises: the error of `collate_fn`, if no example of the step came on any rank.
+            step: one entry for each replica of this rank, `Collated` or a batch. It is changed in place.
+            expected: the numbers of examples with None counted, for each replica of this rank and, last, for all.
+        Raises: the error of `collate_fn`, if it does not take a list of None.
         """
         came = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
         step[:] = map(batch_of, step)
@@ -82,7 +84,7 @@ class DroppedExamples:
         step.examples = np.append(came, total)
 
     def _of_nothing(self, batch: Any, count: int) -> Any:
-        """Return `batch`. In place of None, ask `collate_fn` for a batch of `count` times None, as torch would."""
+        """Return `batch`; if it is None, the batch that `collate_fn` makes of a list of `count` None."""
         return self._collate([None] * count) if batch is None else batch
 
     def _tell_of_rows(self, made: str) -> None:
@@ -97,10 +99,10 @@ class DroppedExamples:
 
 
 def _rows(batch: Any, count: int) -> int:
-    """Return the number of rows of a batch: the first dimension that its arrays share.
+    """Return the number of rows of a batch: the first dimension of its arrays, if it is the same for all of them.
 
-    Returns: `count`, the number of examples that came, if the batch may be a list of examples, or may have the examples
-        in another dimension.
+    Otherwise return `count`, the number of the batch's examples that came. Return it, too, if the batch may be a list
+    of examples (`count` divides the number of arrays), or if all arrays have another dimension of size `count`.
     """
     leaves = [leaf for leaf in nest.flatten(batch) if arrays.is_array(leaf) and leaf.ndim]
     firsts = {int(leaf.shape[0]) for leaf in leaves}
@@ -115,7 +117,10 @@ def batch_of_one(
 ) -> Any:
     """Return a batch of the first example that is not None; None if there is no such example.
 
-    Args: load: returns the examples at a list of indices.
+    Args:
+        collate: the dataset's `collate_fn`.
+        load: returns the examples at a list of indices.
+        indices: the indices to try, in order.
     """
     counting = DroppedExamples(collate)
     batches = (counting(load([index])).batch for index in indices)

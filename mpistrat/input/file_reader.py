@@ -26,8 +26,8 @@ class _Restart:
 
     Attributes:
         finished: numbers of the files that were read whole.
-        partly: number of examples read, by the number of each file that was read in part.
-        left: the files that each worker had not read whole, by worker.
+        partly: a dict from the number of each file that was read in part to the number of examples read.
+        left: a dict from the number of each worker to the numbers of the files that it had not read whole.
     """
 
     finished: frozenset[int] = frozenset()
@@ -37,10 +37,13 @@ class _Restart:
 
 @dataclass
 class _FilePosition:
-    """Where a worker is in its `files` of an epoch.
+    """How far a worker (a rank that reads for itself, or all ranks together) has read its files of an epoch.
 
-    It has read `finished` files whole, and `count` examples of the next file. `restart` says how far earlier runs had
-    read.
+    Attributes:
+        restart: how far runs before the last restart had read.
+        files: numbers of the worker's files in this epoch, in reading order.
+        finished: how many of `files` the worker has read whole.
+        count: number of examples that it has read of the next file.
     """
 
     restart: _Restart
@@ -49,16 +52,17 @@ class _FilePosition:
     count: int = 0
 
     def progress(self) -> tuple[list[int], dict[int, int], list[int]] | None:
-        """Return the files read whole, the examples read of the next file, and the files not read whole.
+        """Return (files read whole, examples read of the next file, files not read whole), with files as numbers.
 
-        The second is a dict from at most one file to its number of examples. `_NothingRead` returns None.
+        The second is a dict from at most one file's number to its number of examples; {} if none of it was read.
+        `_NothingRead` returns None.
         """
         left = self.files[self.finished :]
         return self.files[: self.finished], {left[0]: self.count} if self.count else {}, left
 
 
 class _NothingRead(_FilePosition):
-    """The position before the first step of an epoch, or since a restart."""
+    """The position of a worker that has read nothing since the beginning of the epoch, or since a restart."""
 
     def progress(self) -> None:
         return None
@@ -68,7 +72,7 @@ class FileReader(Reader):
     """Reads a FileDataset for one rank.
 
     Under FILE and AUTO, worker w reads the files w, w + workers, … of the epoch's order. Under DATA every worker reads
-    all files and keeps its pieces. Under OFF every worker uses all examples.
+    all files, and keeps its replicas' pieces of each global batch. Under OFF every worker uses all examples.
 
     Raises: InvalidArgumentError if each worker reads files of its own, and there are fewer files than workers.
     """
@@ -120,7 +124,7 @@ class FileReader(Reader):
             yield step.replace_pieces(collate, replace(place))
 
     def _examples(self, place: _FilePosition) -> Iterator[Any]:
-        """Yield the examples of the worker's files, but not examples read before the restart. Updates `place`."""
+        """Yield the examples in the worker's files that were not read before the restart. Updates `place`."""
         for i, number in enumerate(place.files):
             examples = self._dataset.reader(self._dataset.files[number])
             skipped = place.restart.partly.get(number, 0)
@@ -132,10 +136,10 @@ class FileReader(Reader):
             place.finished, place.count = i + 1, 0
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """Return how far each file is read, so that any number of ranks can go on. Called by: every rank.
+        """Return how far the ranks have read each file, so that any number of ranks can go on. Called by: every rank.
 
-        Returns: the numbers of the finished files, the examples read of other files, and the files left by worker; {}
-            under DATA and OFF.
+        Returns: a dict, equal on all ranks: "finished": numbers of files read whole; "partly": examples read, by number
+            of file; "left": numbers of files not read whole, by worker. {} under DATA and OFF.
         """
         if not self._by_file:
             return {}

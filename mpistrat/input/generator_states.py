@@ -1,7 +1,7 @@
 """Checks of the states of random generators, for `checkpoint.schema`.
 
-Each function raises an exception if its argument is no such state. The library checks the state in a generator made for
-it, so the program's generators do not change.
+Each function raises an exception if its argument is not such a state, and else returns None. It sets a new generator to
+the state, so the program's generators do not change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def of_python(state: Any) -> None:
-    """Check a state of `random.getstate`. Raises: an exception of `random`, or TypeError, if it is none."""
+    """Check a state of `random.getstate`. Raises: TypeError, or an exception of `random`, for other objects."""
     _, _, gauss = state
     if not isinstance(gauss, (float, type(None))):
         raise TypeError(f"its third part is a {type(gauss).__name__}")
@@ -32,7 +32,7 @@ def of_numpy(state: Any) -> None:
 
 
 def of_torch(state: Any) -> None:
-    """Check a state of `torch.get_rng_state`. Raises: an exception of torch if it is none."""
+    """Check a state of `torch.get_rng_state`. Raises: an exception of torch for other objects."""
     import torch
 
     torch.Generator().set_state(state)

@@ -9,6 +9,8 @@ import dataclasses
 class InputContext:
     """Tells a dataset function its input pipeline's number, and the number of replicas.
 
+    An input pipeline is one call of the dataset function: one for each rank, or, with PER_REPLICA, for each replica.
+
     Args:
         num_input_pipelines: number of pipelines on all ranks.
         input_pipeline_id: number of this pipeline, 0 <= id < num_input_pipelines.
@@ -39,7 +41,7 @@ class InputContext:
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return one replica's number of examples in a global batch.
+        """Return the number of examples that one replica gets of a global batch.
 
         Raises: ValueError if `global_batch_size` does not divide by the number of replicas.
         """

@@ -1,4 +1,4 @@
-"""Batches that each rank reads for itself. All ranks take the same number of them."""
+"""Reads an iterable of each rank's own batches (`local_batches=True`). All ranks take the same number of batches."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ class LocalReader(readers.FunctionReader):
             self._tell(by_rank, "", "rank {}")
 
     def _tell(self, amounts: list[Any], steps: str, name: str) -> None:
-        """Let rank 0 say that ranks with more data than the shortest rank do not use all of it, if there are any.
+        """Let rank 0 name the ranks that have more data than the shortest rank, and so do not use all of their data.
 
         Args:
-            amounts: number of steps of each rank, or whether it has more.
-            name: a format of a rank and its amount.
+            amounts: for each rank, its number of steps, or whether it has a further step.
+            steps: text about the number of steps; "" if the number is not known.
+            name: a format string for a rank and its amount.
         """
         least = min(amounts)
         longer = [name.format(*entry) for entry in enumerate(amounts) if entry[1] > least]

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """An iterator over the items of `iterator`. Another thread takes them from there, at most `depth` items ahead.
+    """An iterator over the items of `iterator`. Another thread reads `iterator`, at most `depth` items ahead.
 
-    An exception of `iterator` is raised in place of the item. The thread ends after `close`, when this object is gone,
-    or with the program.
+    An exception of `iterator` is raised by `next` in place of an item; StopIteration follows. The thread ends when
+    `iterator` ends, after `close`, when this object is garbage-collected, or with the program.
     """
 
     def __init__(self, iterator: Iterator[T], depth: int) -> None:

@@ -14,10 +14,10 @@ from mpistrat.options import InputOptions
 
 
 def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) -> list[Any]:
-    """Return `objects` for `Strategy.prepare`, with modules mirrored and iterables of batches distributed.
+    """Mirror the modules in `objects`, and return a list of `objects` with each iterable of batches distributed.
 
-    Called by: every rank.
-    Args: local_batches: whether iterables give this rank's part already.
+    Modules, optimizers and distributed datasets come back as they are. Called by: every rank, in `Strategy.prepare`.
+    Args: local_batches: whether iterables give this rank's part of the data already.
     Raises: TypeError or ValueError, on all ranks, for an object that cannot be prepared.
     """
     extended = strategy.extended

@@ -1,4 +1,4 @@
-"""The random numbers that samplers draw. An epoch can be begun again in the same order."""
+"""Saves and restores the random generators that samplers draw from, so that an epoch can be repeated in its order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class RandomState:
         self._begin_at: dict[str, Any] | None = None
 
     def fits(self, state: dict[str, Any]) -> bool:
-        """Whether `state` has as many default devices as this program, so that samplers draw the same order."""
+        """Whether `state` has a generator state of the default device if this program draws from one, and else none.
+
+        If False, samplers draw another order than the program that saved `state`.
+        """
         return len(state.get("devices", ())) == len(self._devices)
 
     def begin_at(self, state: dict[str, Any] | None) -> None:
@@ -61,10 +64,10 @@ class RandomState:
 
     @contextmanager
     def of_epoch(self) -> Iterator[None]:
-        """A context around the beginning of an epoch, where samplers draw their order. It sets `began`.
+        """A context around `iter(loader)` and the first batch, where samplers draw their order. It sets `began`.
 
-        After `begin_at` it sets the generators to that state, and puts the global generators back at its end. The
-        samplers' own generators go on from the epoch's state.
+        After `begin_at(state)` it sets the generators to `state`, and at its end puts the global generators back. The
+        samplers' own generators go on from `state`.
         """
         if self._begin_at is None:
             self.began = self._capture()
@@ -76,11 +79,11 @@ class RandomState:
         try:
             yield
         finally:
-            now["own"] = [g.get_state() for g in self._of_owners]  # not put back
+            now["own"] = [g.get_state() for g in self._of_owners]  # these go on
             self._set(now)
 
     def now(self) -> dict[str, Any]:
-        """Return the states with which the next epoch begins."""
+        """Return the states at the next epoch's beginning: the argument of `begin_at`, or the present states."""
         return self._begin_at or self._capture()
 
     def _capture(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mpistrat.replicas.input_plan import Share
 if TYPE_CHECKING:
     from mpistrat.input.random_state import RandomState
 
-# Policies that share out each global batch by itself: all ranks then know how many examples each replica gets.
+# Under these policies each global batch is shared out separately, so all ranks know how many examples a replica gets.
 SHARED = (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
 
 UNKNOWN_CARDINALITY = -2
@@ -33,10 +33,10 @@ _STATE = "state of the order of a dataset"
 
 
 def knowing_what_follows(steps: Iterator[ReplicaPieces]) -> Iterator[ReplicaPieces]:
-    """Yield `steps`, each with the number of later steps that have been read (`following`, at most 4).
+    """Yield `steps`, and set each step's `following`: the number of later steps that have been read, at most 4.
 
-    Ranks that know this number ask each other less often. If reading fails, the steps that were read get `fails`, and
-    the error is raised after them.
+    Ranks that know this number ask each other less often whether there is a further step. If reading fails, the steps
+    that were read get `fails=True`, and the error is raised after them.
     """
     read: collections.deque[ReplicaPieces] = collections.deque()
     known = 0  # the first step does not wait for later ones
@@ -63,12 +63,12 @@ class Reader(abc.ABC):
         ends_together: whether all ranks make the same number of steps without asking each other.
         steps_agreed: whether `num_steps` is equal on all ranks, and each rank makes that many steps.
         same_for_any_ranks: whether the same steps read the same examples on any number of ranks.
-        batch_size: examples of a global batch (of a `FunctionReader`: of a replica's batch); None if unknown.
+        batch_size: examples in a global batch (for a `FunctionReader`, in a replica's batch); None if unknown.
         drop_last: whether every batch is full.
-        reads_ahead: whether another thread reads.
-        dropped: counts examples that did not come, for a dataset with the program's `collate_fn`; None on all ranks or
-            on none.
-        compares_ends: whether all ranks read the same data and find its end themselves, and then compare the ends.
+        reads_ahead: whether another thread reads the steps before the program asks for them.
+        dropped: the program's `collate_fn`, wrapped to count the examples that are None; None if no example is counted,
+            then on all ranks.
+        compares_ends: whether all ranks read the same data, and, at its end, compare their numbers of steps.
     """
 
     reads_ahead = False
@@ -93,27 +93,35 @@ class Reader(abc.ABC):
         return UNKNOWN_CARDINALITY
 
     def end(self, communicator: Communicator, has_more: bool) -> None:  # noqa: B027
-        """React to the end of an epoch: one rank has no more steps. Called by: every rank.
+        """React to the end of an epoch, when the ranks have found that they make no further step. Here it does nothing.
+
+        Called by: every rank.
 
         Args: has_more: whether this rank has a further step.
         """
 
     def template(self) -> Any:
-        """Return a batch like this rank's batches, to make batches of no examples; None if there is none yet."""
+        """Return a batch like this rank's batches; None if there is none yet.
+
+        `AgreedSteps` copies its structure for a replica without examples.
+        """
         return None
 
     def identity(self) -> dict[str, Any]:
-        """Return the part of a state that must be equal where it is loaded: the kind of reader, and the batch size."""
+        """Return the entries of a state that must be equal where the state is loaded: `source` and `batch_size`."""
         return {"source": type(self).__name__, "batch_size": self.batch_size}
 
     def position(self) -> Any:
-        """Return the position where the next epoch begins, or, after `load_state`, where it goes on."""
+        """Return the position of the next epoch's first step, for `state`; after `load_state`, the loaded position.
+
+        A position is the data that repeats an epoch's order, such as states of generators; None if nothing is needed.
+        """
         return None
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """Return the state to save beside the epoch and the step. Called by: every rank.
+        """Return the reader's part of a saved state: a dict, {} if epoch and step say all. Called by: every rank.
 
-        Args: position: the reader's position after the program's last step.
+        Args: position: the reader's position after the program's last step (`ReplicaPieces.position`).
         """
         return {}
 
@@ -130,7 +138,7 @@ class Reader(abc.ABC):
 
 
 class Restartable(abc.ABC, Iterable[Any]):
-    """Batches in a random order that can be repeated.
+    """An iterable of batches in a random order that can be repeated. `WholeLoader` is one.
 
     Attributes: random: the generators that choose the order.
     """
@@ -156,9 +164,9 @@ def _random_of(batches: Any) -> RandomState | _NoRandomState:
 
 
 def _at(steps: Iterator[ReplicaPieces], position: Callable[[], Any]) -> Iterator[ReplicaPieces]:
-    """Yield `steps`, each with the position from when the first step was read, because samplers draw their seed then.
+    """Yield `steps`, and set the `position` of each step to the result of `position()`.
 
-    Args: position: returns the position; called once, after the first step was read.
+    Args: position: called once, after the first step is read, because samplers draw their seed then.
     """
     first = list(itertools.islice(steps, 1))
     at = position()
@@ -243,9 +251,10 @@ class IndexReader(GlobalReader):
 
 
 class ReplayedReader(GlobalReader):
-    """The base of readers whose batches come in a random order, which a saved state repeats.
+    """The base of readers whose batches come in a random order that a saved state repeats.
 
-    Each worker under AutoShardPolicy.OFF has an order of its own: then the state holds a list with an entry per rank.
+    The state has rank 0's states of the random generators. Under AutoShardPolicy.OFF, where each worker has an order of
+    its own, it has a list of every rank's states, in rank order.
     """
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
@@ -317,8 +326,10 @@ def length_of(dataset: Any) -> int:
 
 
 def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> Iterator[Any]:
-    """Return `batches`, after the ranks have compared the first batch and the lengths. Called by: every rank.
+    """Return an iterator over all `batches`, after the ranks have compared the first batch and the lengths.
 
+    Called by: every rank, at the beginning of an epoch.
+    Args: length: this rank's number of batches; -2 if not known.
     Raises: ValueError if the checksums of the first batches differ, or known lengths do.
     """
     first = list(itertools.islice(batches, 1))
@@ -358,8 +369,9 @@ def check_alike(unit: str, lengths: Sequence[Any]) -> None:
 
 
 def check_all_have_some(steps: Sequence[int]) -> None:
-    """Compare the ranks' numbers of steps. Args: steps: the least number of steps of each rank, in rank order.
+    """Check that no rank is without data while other ranks have some. Not collective.
 
+    Args: steps: for each rank, in rank order, a number of steps that the rank has at least; 0: no data.
     Raises: ValueError if some ranks have no step, and others have.
     """
     without = [rank for rank, count in enumerate(steps) if not count]
@@ -374,7 +386,8 @@ def check_all_have_some(steps: Sequence[int]) -> None:
 class FunctionReader(Reader):
     """Reads the results of a dataset function: batches of one replica, already sharded.
 
-    Args: datasets: one dataset for all replicas of this rank, in turn, or one for each replica.
+    Args: datasets: one dataset for each replica of this rank, or one for all. The replicas then take batches of it in
+        turn.
     """
 
     ends_together = False

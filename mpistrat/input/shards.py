@@ -14,9 +14,14 @@ _SAMPLED = 256  # elements of an array, at most
 
 
 def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
-    """Return this replica's part of each array in the nest `values`, cut along `dim`. Called by: `Strategy.shard`.
+    """Return the nest `values` with each array replaced by this replica's part of it, cut along `dim`.
 
-    Raises: ValueError if a leaf is no array with a dimension `dim`. RuntimeError if the replica is not known.
+    The parts are slices of the arrays, not copies. Part i has ceil(size / replicas) rows; the last parts may be short
+    or empty.
+
+    Called by: `Strategy.shard`. Sends nothing.
+    Raises: ValueError if a leaf is no array with a dimension `dim`. RuntimeError if the rank has several replicas, and
+        the call is not for one of them.
     """
     extended = strategy.extended
     share = extended.input.share
@@ -37,7 +42,7 @@ def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
         sharded.count += 1
         if sharded.count == 1:
             sharded.first = _checksum(values)
-    # An array as long as a loader's step may be noise for that step. The loader's parts say how much they count.
+    # An array as long as the loader's step may be noise for the step. The step then says how losses count.
     examples = strategy.extended.given_steps.examples
     known = None if examples is None else examples[-1]
     for leaf, part in zip(nest.flatten(values), nest.flatten(parts), strict=True):
@@ -47,7 +52,10 @@ def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
 
 
 def _checksum(values: Any) -> int:
-    """Return a checksum of up to 256 elements of each array in `values`: 31 bits, never 0."""
+    """Return a checksum of up to 256 elements of each array in `values`, an int from 1 to 2**31 - 1.
+
+    The ranks compare it, to find arrays that differ between ranks.
+    """
     checksum = 0
     for leaf in nest.flatten(values):
         flat = leaf.reshape(-1)

@@ -3,7 +3,7 @@
 The `n` replicas are spread over the workers. docs/glossary.md defines a worker.
 
 - `pieces_of_each` cuts every global batch into n pieces of ceil(batch / n) examples; the last ones are short or empty.
-  It is used when all workers have the same batches, and each takes its own pieces (AutoShardPolicy.DATA).
+  It is used when all workers have the same batches, and each worker takes its own pieces (AutoShardPolicy.DATA).
 - `pieces_of_stream` ignores the boundaries of global batches, and cuts all examples of a worker into pieces of fixed
   sizes, in turn. It is used when a worker reads files of its own (FILE), or everything (OFF).
 
@@ -28,15 +28,17 @@ _END = object()
 
 
 class ReplicaPieces(list[Any]):
-    """A step: a list with an entry for each replica of the rank.
+    """A step of one rank: a list with an entry for each replica of the rank.
 
-    An entry is a piece of a global batch, and later the batch that is made of the piece.
+    An entry is first a piece: the indices, examples or rows that one replica takes of a global batch. Later it is the
+    batch that is made of the piece, or EMPTY or MISSING.
 
     Attributes:
-        examples: the step's numbers of examples; None if this rank does not know how many other ranks read.
-        position: where this step has left its reader, as `Reader.state` takes it.
-        following: number of later steps that are sure to come.
-        fails: whether an error comes after the `following` steps.
+        examples: the step's numbers of examples (`StepExamples`); None if this rank does not know how many other ranks
+            read.
+        position: the reader's position after this step, for `Reader.state`.
+        following: number of later steps that this rank has read already.
+        fails: whether this rank could not read the step after the `following` steps.
     """
 
     examples: StepExamples | None = None
@@ -45,9 +47,9 @@ class ReplicaPieces(list[Any]):
     fails = False
 
     def replace_pieces(self, make: Callable[[Any], Any], position: Any = None) -> ReplicaPieces:
-        """Replace each piece that has examples by `make(piece)`, and each other piece by EMPTY. Returns: this step.
+        """Replace each piece that has examples by `make(piece)`, and each empty piece by EMPTY, in this list itself.
 
-        MISSING entries stay. Args: position: the step's new `position`.
+        MISSING entries stay. Args: position: the step's new `position`. Returns: this step.
         """
         for i, piece in enumerate(self):
             if piece is not MISSING:
@@ -57,7 +59,11 @@ class ReplicaPieces(list[Any]):
 
 
 class Kind(Protocol):
-    """How batches of one kind are measured, cut and joined along the examples."""
+    """How batches of one kind are measured, cut and joined along their examples.
+
+    `size` returns a batch's number of examples. `cut` returns the batch of a slice of its examples. `join` returns one
+    batch of all examples of several.
+    """
 
     def size(self, batch: Any, /) -> int: ...
 
@@ -79,11 +85,11 @@ class Lists:
 def pieces_of_examples(
     examples: Iterable[Any], sizes: Sequence[int], *, drop_last: bool = False
 ) -> Iterator[list[Any]]:
-    """Yield pieces as `pieces_of_stream` does, from examples that come one by one.
+    """Yield lists of consecutive `examples`.
 
     Args:
-        sizes: number of examples of each piece, repeated in turn.
-        drop_last: leave out a last piece that is short.
+        sizes: number of examples of each list; after the last size, the first follows again.
+        drop_last: leave out a last list that is short.
     """
     source = iter(examples)
     for size in itertools.cycle(sizes):
@@ -96,7 +102,10 @@ def pieces_of_examples(
 
 
 def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int]:
-    """Return the first example of a piece of a global batch, and the example after its last."""
+    """Return the range of examples of piece number `piece` of a global batch: its first, and the one after its last.
+
+    Pieces have ceil(batch_size / num_pieces) examples. The last pieces are short, or empty with two equal bounds.
+    """
     share = -(-batch_size // num_pieces)
     return min(piece * share, batch_size), min((piece + 1) * share, batch_size)
 
@@ -104,13 +113,13 @@ def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int
 def pieces_of_each(
     batches: Iterable[Any], kind: Kind, wanted: Sequence[int], num_pieces: int
 ) -> Iterator[ReplicaPieces]:
-    """Yield a step for each batch, with the batch's pieces number `wanted` and their numbers of examples.
+    """Yield a step for each batch: a list of its pieces number `wanted`, with their numbers of examples in `examples`.
 
     Args:
         wanted: numbers of this rank's pieces, 0 <= number < num_pieces.
         num_pieces: number of pieces of a batch. With 1, the batch is not cut and may be any object.
     """
-    size, parts, examples = -1, [slice(0)], None  # of the last batch; most batches are alike
+    size, parts, examples = -1, [slice(0)], None  # of the last batch: most have one size
     for batch in batches:
         if num_pieces == 1:
             step, examples = ReplicaPieces([batch] * len(wanted)), _examples_of_whole(batch, kind)
@@ -125,10 +134,10 @@ def pieces_of_each(
 
 
 def _examples_of_whole(batch: Any, kind: Kind) -> StepExamples | None:
-    """Return the numbers of examples of a batch that is not cut; None if it cannot be measured."""
+    """Return the numbers of examples of a batch that is not cut; None if `kind` cannot measure it."""
     try:
         size = kind.size(batch)
-    except (TypeError, ValueError):  # a batch that is not cut may be any object
+    except (TypeError, ValueError):  # the batch may be any object
         return None
     return np.array([size, size])
 
@@ -136,10 +145,10 @@ def _examples_of_whole(batch: Any, kind: Kind) -> StepExamples | None:
 def pieces_of_stream(
     batches: Iterable[Any], kind: Kind, sizes: Sequence[int], *, drop_last: bool = False
 ) -> Iterator[Any]:
-    """Yield the examples of all batches, one after the other, in pieces of the `sizes` in turn.
+    """Yield the examples of all batches, one after the other, in pieces that do not keep to the batches' ends.
 
     Args:
-        sizes: number of examples of each piece, repeated in turn; 0 gives an empty piece.
+        sizes: number of examples of each piece; after the last size, the first follows again. 0 gives an empty piece.
         drop_last: leave out the rest at the end. Otherwise the rest makes a short piece.
     """
     source = iter(batches)
@@ -162,11 +171,13 @@ def pieces_of_stream(
 def steps_of_stream(
     pieces: Iterable[Any], share: Share, *, drop_last: bool = False
 ) -> Iterator[ReplicaPieces]:
-    """Yield the steps of this rank: a worker's pieces, dealt out to the worker's replicas.
+    """Yield this rank's steps: each step takes the worker's next pieces, one for each replica of the worker.
 
-    An entry is MISSING where the pieces have ended.
+    A step has the entries of this rank's replicas only. An entry is MISSING where the pieces have ended.
 
-    Args: drop_last: leave out a step that lacks a piece for one of the worker's replicas.
+    Args:
+        pieces: the pieces of this rank's worker, in order.
+        drop_last: leave out a step that lacks a piece for one of the worker's replicas.
     """
     source = iter(pieces)
     while step := list(itertools.islice(source, share.replicas_per_worker)):

@@ -1,4 +1,4 @@
-"""Reads a torch `DataLoader` through its sampler, or whole.
+"""Reads a torch `DataLoader`: only this rank's examples, through the loader's sampler, or all of its batches.
 
 `LoaderReader` reads a DataLoader over a map-style dataset. All ranks use one order of the examples, and each rank loads
 the examples of its own replicas only. With `shuffle=True` or `False`, rank 0 sends the state of its generator, and each
@@ -37,8 +37,8 @@ from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
-# Batches of indices in one message. All ranks wait at each message, so messages are few and long; rank 0's sampler runs
-# ahead by one message.
+# Index lists in the first and the longest message. Messages are few and long, because all ranks wait at each of them.
+# Rank 0's sampler runs ahead of the loading by one message.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
 _OF_ALL_EXAMPLES = data.default_collate, data.default_convert, collate
 _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
@@ -47,10 +47,11 @@ _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
 def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
     """Whether `dataset` is a DataLoader that makes batches of a map-style dataset, so that examples load by index.
 
-    False also if the loader's class defines its own iteration.
+    If True, a `LoaderReader` reads it. False for anything that is no DataLoader, for streams, for a loader without
+    batches (`batch_size=None`), and for a class that overrides DataLoader's iteration.
 
     Raises:
-        ValueError: the loader's sampler already takes one rank's share.
+        ValueError: the loader's sampler already gives each rank a share of the examples.
     """
     if not isinstance(dataset, data.DataLoader):
         return False
@@ -87,7 +88,7 @@ def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
 
 
 class _WholePipe(data.IterableDataset[Any]):
-    """All elements of a datapipe in one epoch, on every rank. The rank's worker processes share them out."""
+    """All elements of a datapipe in one epoch, on every rank. A rank's worker processes share the elements out."""
 
     def __init__(self, pipe: data.IterDataPipe[Any], seed: int) -> None:
         self._pipe, self._seed = pipe, seed
@@ -100,10 +101,12 @@ class _WholePipe(data.IterableDataset[Any]):
 
 
 class WholeLoader(Restartable):
-    """Gives all batches of a DataLoader, loaded by worker processes that can live beside MPI.
+    """Iterates over all batches of a DataLoader, without forking a process that has started MPI.
+
+    The loader's worker processes come from a forkserver, unless the program has chosen a `multiprocessing_context`.
 
     Args:
-        loader: the program's DataLoader.
+        loader: the program's DataLoader. It is not changed, but its samplers are used.
         whole_on: ranks that all get the whole datapipe in the same order, though torch has a default group and would
             share the datapipe out over it; None: torch shares it out.
         seed_id: the argument of `WorkerInit`; used for map-style datasets only. Worker processes of a stream keep
@@ -133,9 +136,13 @@ class WholeLoader(Restartable):
         return itertools.chain(first, batches)
 
     def _whole(self, ranks: Communicator) -> data.DataLoader[Any]:
-        """Return the loader; if torch has a default group, a copy with a datapipe that all `ranks` read whole.
+        """Return a loader that gives each rank of `ranks` all elements of a datapipe, in the same order.
 
-        Rank 0 draws the seed of the datapipe. Called by: every rank of `ranks`, for each epoch.
+        Rank 0 draws the seed of the order.
+
+        Called by: every rank of `ranks`, for each epoch.
+        Returns: a copy of the loader; the loader itself if torch has no default group, or the dataset is no datapipe,
+            because torch then shares nothing out over ranks.
         """
         pipe = self._user.dataset
         has_group = dist.is_available() and dist.is_initialized()
@@ -163,7 +170,7 @@ class WholeLoader(Restartable):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the samplers and the dataset.
 
-        A DistributedSampler stays as it is once the program has set its epoch.
+        A DistributedSampler keeps its epoch once the program has set an epoch itself.
         """
         for part in _parts_of(self._loader):
             if id(part) not in self._known_epochs:
@@ -181,7 +188,7 @@ def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
 
 
 def _copy_of(loader: data.DataLoader[Any], seed_id: int, **changes: Any) -> data.DataLoader[Any]:
-    """Return a copy of the loader with worker processes that can live beside MPI.
+    """Return a copy of the loader. Its worker processes come from a forkserver, unless the loader has a context.
 
     Args:
         seed_id: the argument of `WorkerInit`.
@@ -198,10 +205,12 @@ def _copy_of(loader: data.DataLoader[Any], seed_id: int, **changes: Any) -> data
 class _PieceSampler:
     """The batch sampler of this rank's loader: it yields the indices of this rank's pieces, one piece after the other.
 
-    In place of an empty piece it yields one known index, so that all ranks load the same number of pieces.
+    A piece is the part of a global batch that one replica takes. In place of an empty piece it yields one known index,
+    so that the loader returns a batch for each piece, in the same order.
 
     Attributes:
-        handed_out: steps with pieces that the loader has asked for. True stands for a piece with examples.
+        handed_out: steps that the loader is still loading. An entry is True for a piece with examples, else
+            EMPTY or MISSING.
         known_indices: indices of some examples of the dataset.
         steps: the steps of this epoch that the loader has not asked for.
     """
@@ -232,7 +241,7 @@ class _PieceSampler:
 class _EpochPlan:
     """How a SequentialSampler or RandomSampler goes through an epoch.
 
-    Rank 0 sends the plan, and each rank computes the order.
+    Rank 0 sends its plan, and each rank computes the order of the examples from the plan.
 
     Attributes:
         examples: number of examples in the epoch.
@@ -248,9 +257,10 @@ class _EpochPlan:
 
     @classmethod
     def of(cls, loader: data.DataLoader[Any]) -> _EpochPlan | None:
-        """Return the plan of the next epoch; None if the loader's samplers are of another kind.
+        """Return the plan of the next epoch; None if the loader has other samplers, and rank 0 must send the indices.
 
-        Draws the same random numbers from the loader's generator as its sampler does.
+        Also None for a RandomSampler with replacement, or of only a part of the examples. For a RandomSampler without
+        a generator, it draws a seed from torch's global CPU generator, as that sampler does.
         """
         batches, sampler, generator = loader.batch_sampler, cast("Any", loader.sampler), None
         if type(batches) is not data.BatchSampler or batches.sampler is not sampler:
@@ -266,9 +276,9 @@ class _EpochPlan:
         return cls(len(sampler), batches.batch_size, batches.drop_last, generator)
 
     def index_batches(self, of_sampler: torch.Generator | None) -> Iterator[list[int]]:
-        """Yield the index lists of an epoch's batches, as torch's samplers do.
+        """Yield a list of indices for each global batch of the epoch, as torch's samplers do.
 
-        Args: of_sampler: the sampler's generator, or None. It ends in the same state as after a RandomSampler's epoch.
+        Args: of_sampler: this rank's sampler's generator, or None. It is left as after a RandomSampler's epoch.
         """
         order: Sequence[int] = range(self.examples)
         if self.generator is not None:
@@ -296,7 +306,11 @@ def _order(examples: int, generator: torch.Generator) -> torch.Tensor:
 
 
 class LoaderReader(ReplayedReader):
-    """Reads a DataLoader over a map-style dataset: each rank loads the examples of its own replicas."""
+    """Reads a DataLoader over a map-style dataset: each rank loads only the examples of its own replicas.
+
+    In each epoch rank 0 broadcasts the order of the examples, so every rank must read. Under AutoShardPolicy.OFF each
+    rank has its own order, and nothing is sent.
+    """
 
     _random: RandomState
 
@@ -324,7 +338,7 @@ class LoaderReader(ReplayedReader):
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         """Yield the steps of an epoch: this rank's pieces of each global batch, collated by the loader's function."""
         if self.ends_together:
-            self._agree()  # before worker processes start, because an error would end them in the middle of that
+            self._agree()  # first, because an error must not come while worker processes start
         for part in _parts_of(self._user):
             readers.set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
@@ -337,7 +351,7 @@ class LoaderReader(ReplayedReader):
         batches = self._begin(loader, sampler)
         began = self._random.began
         if not loader.num_workers and not loader.pin_memory:
-            # The iterator was made only to draw its random numbers. To load the examples here takes less time.
+            # `_begin` has made torch's iterator only to draw its random numbers. Loading here takes less time.
             for step in sampler.steps:
                 yield step.replace_pieces(self._loaded, began)
             return
@@ -351,14 +365,14 @@ class LoaderReader(ReplayedReader):
             yield step
 
     def _begin(self, loader: data.DataLoader[Any], sampler: _PieceSampler) -> Iterator[Any]:
-        """Begin an epoch: return an iterator over the batches that `loader` makes of the pieces of `sampler`."""
+        """Begin an epoch. Returns: an iterator over the batches of `loader`, one for each piece of `sampler`."""
         generator = loader.generator
         # torch's iterator draws from the generator, into a tensor on the default device.
         device = contextlib.nullcontext() if generator is None else generator.device
         with self._random.of_epoch(), device:
             with starting_processes(self._user):
                 batches = guarded(iter(loader))
-            if not loader.num_workers:  # worker processes make torch read ahead
+            if not loader.num_workers:  # with worker processes, torch itself reads ahead
                 sampler.read_first_step()
         return batches
 
@@ -366,10 +380,9 @@ class LoaderReader(ReplayedReader):
         return self._collate(self._fetch(indices))
 
     def _index_batches(self, sampler: _PieceSampler) -> Iterator[Iterable[list[Any]]]:
-        """Yield the index lists of the global batches, some at a time, in rank 0's order on all ranks.
+        """Yield blocks of index lists; an index list names the examples of one global batch, in rank 0's order.
 
-        Also sets `known_indices` of `sampler`. Under AutoShardPolicy.OFF this rank reads all batches, in its own
-        sampler's order.
+        Under AutoShardPolicy.OFF it yields this rank's own order of all batches. It also sets `sampler.known_indices`.
 
         Called by: every rank.
         """
@@ -389,7 +402,10 @@ class LoaderReader(ReplayedReader):
         yield from self._blocks_of_first_rank(sampler)
 
     def _blocks_of_first_rank(self, sampler: _PieceSampler) -> Iterator[list[list[Any]]]:
-        """Yield the index lists of rank 0's sampler; rank 0 broadcasts them in few messages. Called by: every rank."""
+        """Yield the blocks of index lists that rank 0 reads from its sampler and broadcasts. Called by: every rank.
+
+        The first block has 256 batches, and later blocks up to 4096. A shorter block is the last.
+        """
         communicator = self._communicator
         batches = iter(self._batch_sampler)
         if communicator.rank != 0:
@@ -410,9 +426,11 @@ class LoaderReader(ReplayedReader):
             length = min(2 * length, _BATCHES_OF_LONGEST)
 
     def _agree(self) -> None:
-        """Compare the ranks' lengths of the dataset; count dropped examples if one rank's `collate_fn` may drop some.
+        """Compare the ranks' lengths of the dataset, before each epoch. Called by: every rank.
 
-        Called by: every rank. Raises: ValueError on all ranks, if the lengths differ.
+        If a rank's `collate_fn` may leave out examples that are None, all ranks count such examples from then on.
+
+        Raises: ValueError on all ranks, if the lengths differ.
         """
         by_rank = self._communicator.all_gather_object(
             (readers.length_of(self._user.dataset), self._may_drop), label=_SAMPLER

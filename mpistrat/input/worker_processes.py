@@ -33,7 +33,7 @@ from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_PRO
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
-_MOST_PROCESSES = 1 << 20  # more than a rank has
+_MOST_PROCESSES = 1 << 20  # more worker processes than a rank has
 
 
 def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
@@ -52,7 +52,8 @@ def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
 class WorkerInit:
     """A `worker_init_fn` that prepares a worker process, and then calls the `worker_init_fn` of the program's `loader`.
 
-    A worker process of a forkserver ends only with its rank, or when the rank sends it SIGTERM.
+    Called by: torch, in each worker process at its start. A worker process of a forkserver then ends only with its
+        rank, or when the rank sends it SIGTERM; it blocks Slurm's signals.
 
     Args: seed_id: a number of this rank alone, so that worker processes of different ranks draw different random
         numbers. 0 keeps torch's seeds.
@@ -74,9 +75,10 @@ class WorkerInit:
 
 
 def _seed_anew(seed_id: int) -> None:
-    """Give this worker process random numbers of its own, where torch seeds the worker processes of all ranks alike.
+    """Seed Python, torch and NumPy in this worker process by its torch seed and `seed_id`.
 
-    Seeds for different `seed_id`s differ, also modulo 2**32, the range that programs use for NumPy.
+    Torch's seed alone can be the same on all ranks. Seeds for different `seed_id`s differ, also modulo 2**32, the range
+    that programs use for NumPy.
     """
     info = cast("Any", data.get_worker_info())
     seed = (info.seed + seed_id * _MOST_PROCESSES) % (1 << 63)
@@ -99,7 +101,7 @@ def _end_with_rank(rank: BaseProcess) -> None:
 
 @contextlib.contextmanager
 def _blocked_in_children() -> Iterator[None]:
-    """A context for starting processes: they, and the processes that they start, block `_ANNOUNCEMENTS`."""
+    """A context for starting processes. The started processes, and their own children, block `_ANNOUNCEMENTS`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
     try:
         resource_tracker.ensure_running()  # unblocks SIGTERM in this thread; the tracker itself ignores it
@@ -112,7 +114,8 @@ def _blocked_in_children() -> Iterator[None]:
 def guarded(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of a DataLoader's iterator.
 
-    Raises: RuntimeError with an explanation if a worker process would have started MPI and was refused.
+    Raises: RuntimeError that asks for a `if __name__ == "__main__"` guard, if a worker process has run the program's
+        main script up to the start of MPI, and was refused.
     """
     try:
         yield from batches
@@ -126,7 +129,7 @@ def guarded(batches: Iterator[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def starting_processes(loader: data.DataLoader[Any]) -> Iterator[None]:
-    """A context for starting a loader's worker processes.
+    """A context around `iter(loader)`, where torch starts the loader's worker processes. They block Slurm's signals.
 
     Raises: TypeError that names the part of the loader (dataset, collate_fn or worker_init_fn) that cannot be pickled.
     """

@@ -7,7 +7,9 @@ from typing import Any
 
 
 class CheckpointRole:
-    """The role of each rank of a strategy whose ranks all save and restore. Parameter servers have a role of their own.
+    """The role of each rank where all ranks save and restore. Strategies with parameter servers use a subclass.
+
+    The checkpoint's code calls these methods at the points that they name; here most of them do nothing.
 
     Attributes: all_take_part: whether all ranks save and restore together, after the same steps.
     """
@@ -21,7 +23,7 @@ class CheckpointRole:
 
     @property
     def restores(self) -> bool:
-        """Whether this rank reads checkpoint files. If False, another rank sends it their contents."""
+        """Whether this rank reads checkpoint files. If False, another rank sends their contents to this rank."""
         return True
 
     @property
@@ -30,21 +32,27 @@ class CheckpointRole:
         return False
 
     def unchanging(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which no other rank changes variables, so that several reads give values of one time."""
+        """A context around the reading of variables for a checkpoint: meanwhile no other rank changes variables."""
         return contextlib.nullcontext()
 
     def already_written(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this rank's writes to variables have no effect: another rank has written them already."""
+        """A context that makes this rank's writes to variables do nothing: another rank has written the values.
+
+        Entered around the restoring of values on a rank that follows another rank.
+        """
         return contextlib.nullcontext()
 
     def completed(self, path: str, restored: bool = False) -> None:
-        """React to a complete checkpoint at `path`; with `restored`, this rank has read it. Called by: any thread."""
+        """React to the checkpoint at `path`: it was saved whole, or, with `restored`, this rank has restored it.
+
+        Called by: any thread.
+        """
 
     def tell_followers(self, what: str, value: Any) -> None:
-        """Send `value`, the outcome of the action `what` ("restored"), to the ranks that wait in `follow`."""
+        """Send `value`, the result of the action `what` ("restored"), to the ranks that wait in `follow`."""
 
     def telling_failure(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A context for the action `what` ("restored"). The ranks that wait in `follow` get its error, if any."""
+        """A context around the action `what` ("restored"). If it fails, ranks that wait in `follow` raise its error."""
         return contextlib.nullcontext()
 
     def follow(self, what: str) -> Any:

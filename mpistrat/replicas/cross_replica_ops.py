@@ -1,4 +1,4 @@
-"""Combines values over all replicas of all ranks: first by this rank's policy, then by the communicator."""
+"""Combines values over all replicas of all ranks: first on this rank, then over the ranks by the communicator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mpistrat.variables.variable import Variable
 class AllReduceCall:
     """One replica's call of `all_reduce`: the operation, and the leaves of a structure that `label` describes.
 
-    This is a class, so that regrouping the replicas' calls does not look into the leaves.
+    This is a class, so that `regroup` puts the replicas' calls side by side without regrouping the leaves in them.
     """
 
     op: ReduceOp
@@ -44,19 +44,20 @@ class AllReduceCall:
 class CrossReplicaOps:
     """Reduces, gathers and broadcasts values for `Strategy` and `ReplicaContext`, without checking their contexts.
 
-    Called by: every rank, in the same order, for all methods that combine. Their operands are plain values, or
-        distributed values with a component for each replica of this rank.
+    Operands are plain values, or distributed values with a component for each replica of this rank.
+
+    Called by: every rank, in the same order, for all methods that combine values.
 
     Args:
         group: the replicas.
-        cross_device_ops: the program's policy for the components on one rank, or None.
+        cross_device_ops: the program's policy for combining the components on one rank, or None.
         options: defaults of every collective.
-        take_apart: returns the components of a value that has one name on several cores, and None for any other value.
-            None if each replica has names of its own.
+        take_apart: for TPU cores that run one program: returns the component on each core of a tensor that all cores
+            share as one object, and None for any other value. None: each replica has objects of its own.
 
     Attributes:
-        over_ranks: combines the replicas of all ranks.
-        custom: the program's policy for the components on one rank; None without one.
+        over_ranks: the reducer that combines values with a component per replica, over all replicas of all ranks.
+        custom: the argument `cross_device_ops`.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class CrossReplicaOps:
         self.over_ranks = self._reducers.of_replicas
 
     def components(self, value: Any) -> tuple[Any, ...]:
-        """Return the contribution of each replica of this rank. A plain value is every replica's contribution.
+        """Return a tuple with the contribution of each replica of this rank to a reduction of `value`.
+
+        A plain value, or a variable with one copy per rank, is the contribution of every replica.
 
         Raises: ValueError if a distributed value has another number of components than this rank has replicas.
         """
@@ -100,8 +103,8 @@ class CrossReplicaOps:
         """Reduce the operands of one `ReplicaContext.all_reduce` over all replicas. Called by: every rank.
 
         Args: calls: the call of each replica of this rank.
-        Returns: a result for each leaf, in the leaves' order.
-        Raises: InvalidArgumentError if the calls differ in operation or structure.
+        Returns: a result for each leaf, in the leaves' order; for arrays on several devices, a `Mirrored`.
+        Raises: InvalidArgumentError, if the calls of this rank's replicas differ in operation or structure.
         """
         if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
             by_replica = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
@@ -122,10 +125,12 @@ class CrossReplicaOps:
     def reduce(
         self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int] | None, label: str
     ) -> list[Any]:
-        """Return the reduced leaves of a structure that `label` describes, for `Strategy.reduce`.
+        """Reduce each leaf in `flat` over all replicas, for `Strategy.reduce`. Called by: every rank.
 
-        Called by: every rank.
-        Args: axis: None to combine element by element, or the axes to reduce on each replica, too.
+        Args:
+            axis: None to combine element by element, or the axes to reduce on each replica, too.
+            label: describes the structure that the leaves are from.
+        Returns: the results, in the leaves' order.
         """
         if axis is not None:
             return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
@@ -149,7 +154,10 @@ class CrossReplicaOps:
     def _reduce_axis(
         self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
     ) -> list[Any]:
-        """Reduce along `axis` on each replica, and then over replicas. A mean also sums the numbers of elements."""
+        """Reduce along `axis` on each replica, and then over replicas. Returns: a result for each leaf.
+
+        A mean is the sum over all replicas, divided by the number of elements on all replicas.
+        """
         with self.communicator.raising_together():
             if op.adds_up:
                 both = [_sums_and_counts(self.components(leaf), axis) for leaf in flat]
@@ -201,6 +209,7 @@ class CrossReplicaOps:
         """Reduce the values in `pairs`: on this rank by the program's policy, if there is one, and over the ranks.
 
         Args: pairs: (value, destinations).
+        Returns: the results on their destinations, in the order of `pairs`.
         """
         if self.num_replicas == 1:
             return [self.reduce_to(op, value, where, options) for value, where in pairs]
@@ -232,7 +241,13 @@ class CrossReplicaOps:
         return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
 
     def gather(self, value: Any, axis: int, label: str = "") -> Any:
-        """Return one leaf of a structure that `label` describes, concatenated over replicas, for `Strategy.gather`."""
+        """Return `value` of all replicas, concatenated along `axis` in replica order, for `Strategy.gather`.
+
+        With one replica, or a value that is equal on all replicas of the only rank, the value comes back alone, dense.
+
+        Called by: every rank.
+        Args: label: describes the structure that `value` is a leaf of.
+        """
         if self.num_replicas > 1 and (self.communicator.size > 1 or isinstance(value, PerReplica)):
             return self._join(value, axis, None, label)
         if self.num_local_replicas > 1:
@@ -246,6 +261,7 @@ class CrossReplicaOps:
         """Concatenate the operands of one `ReplicaContext.all_gather` over all replicas. Called by: every rank.
 
         Args: components: the operands of this rank's replicas.
+        Returns: the result on the devices of `components`: an array, or a `Mirrored` for several replicas.
         """
         value = PerReplica(components)
         return place(self._join(value, axis, options, label), value)
@@ -263,14 +279,19 @@ class CrossReplicaOps:
         return self.over_ranks.all_gather(components, axis, label, merged)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Return copies of `tensor` on this rank's `destinations`. Communicates nothing."""
+        """Copy `tensor` to this rank's `destinations`. Communicates nothing.
+
+        Returns: an array; a `Mirrored` for several devices.
+        """
         return (self.custom or self.over_ranks).broadcast(tensor, destinations)
 
     def aggregate(self, aggregation: VariableAggregation, operand: Any, label: str) -> Any:
         """Combine the replicas' operands for a variable by the variable's aggregation. Called by: every rank.
 
         Args:
+            operand: a plain value, or a distributed value with a component per replica.
             label: names the variable and the purpose; equal on all ranks.
+        Returns: the combined operand, equal on all ranks; for ONLY_FIRST_REPLICA, the first replica's operand.
         Raises: ValueError, on all ranks, for SUM of a Python number over several replicas.
         """
         components = self.components(operand)
@@ -292,7 +313,8 @@ class CrossReplicaOps:
 def from_first_replica(communicator: Communicator, value: Any, label: str) -> Any:
     """Return the first rank's `value` on every rank. Called by: every rank.
 
-    Args: value: an array, a number or `IndexedSlices`.
+    Args: value: an array, a number or `IndexedSlices`. Only the first rank's counts.
+    Returns: an array is on the device of this rank's own `value`.
     """
     if communicator.size == 1:
         return value
@@ -308,7 +330,7 @@ def from_first_replica(communicator: Communicator, value: Any, label: str) -> An
 def _sums_and_counts(
     components: Sequence[Any], axis: int | Sequence[int]
 ) -> tuple[list[Any], list[Any]]:
-    """Return each component's sum along the axes, and its number of elements in each sum."""
+    """Return two lists: each component's sum along the axes, and the number of elements in each of these sums."""
     dense = list(map(accumulation.as_dense, components))
     axes = [arrays.check_axes(component, axis) for component in dense]
     return list(map(arrays.sum_over, dense, axes)), list(map(arrays.count_over, dense, axes))

@@ -14,7 +14,7 @@ from mpistrat.reduce_op import ReduceOp
 
 
 class _DifferentiableAllReduce(torch.autograd.Function):
-    """An all-reduce whose gradient is the same all-reduce: the sum (mean) over replicas of the upstream gradients.
+    """An all-reduce. Its gradient is the same all-reduce, SUM or MEAN, of the upstream gradients over all replicas.
 
     Its backward applies this function again, so that gradients of any order exist.
     """
@@ -30,14 +30,14 @@ class _DifferentiableAllReduce(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         context, op, options, label = ctx.call
         check_device(context, upstream)
-        # The label makes it an error if ranks differentiate unequally often.
+        # With this label, ranks that differentiate unequally often get an error.
         label = "gradient of " + (label if label.startswith("gradient of ") else "all_reduce")
         gradients = _DifferentiableAllReduce.apply(context, op, options, label, *upstream)
         return None, None, None, None, *gradients
 
 
 class DifferentiableAllGather(torch.autograd.Function):
-    """An all-gather. Each replica's gradient is its own slice of the sum of the upstream gradients."""
+    """An all-gather of one tensor. A replica's gradient is the replica's slice of the sum of the upstream gradients."""
 
     @staticmethod
     def forward(ctx: Any, context: Any, axis: int, options: Any, value: torch.Tensor) -> Any:
@@ -65,7 +65,8 @@ class DifferentiableAllGather(torch.autograd.Function):
 def check_device(context: AnyReplicaContext, gradients: Sequence[Any]) -> None:
     """Raise RuntimeError for gradients on a GPU, if this rank has several replicas.
 
-    Autograd runs all replicas of a rank on one thread per GPU, and that thread must not wait for itself.
+    Autograd runs the backwards of all replicas of a rank on one thread per GPU, so there one replica cannot wait for
+    another.
     """
     if context.strategy.extended.replicas.count > 1 and any(map(arrays.is_on_gpu, gradients)):
         raise RuntimeError(
@@ -81,8 +82,9 @@ def all_reduce(
     options: CommunicationOptions | None,
     label: str,
 ) -> list[Any]:
-    """Reduce leaves for `ReplicaContext.all_reduce` so that torch can differentiate the results.
+    """Reduce leaves over all replicas, so that torch can differentiate the results.
 
+    Called by: `ReplicaContext.all_reduce` on every replica, for SUM and MEAN.
     Args: leaves: arrays and numbers, among them at least one tensor that requires a gradient.
     Returns: a result for each leaf, in the leaves' order.
     """

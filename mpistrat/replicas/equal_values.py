@@ -14,7 +14,7 @@ _NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}
 
 
 def is_copy_per_replica(value: DistributedValues) -> bool:
-    """Whether the components of `value` are equal: a mirrored value, or any variable but a SyncOnReadVariable."""
+    """Whether all components of `value` are equal: it is a `Mirrored`, or a variable but no SyncOnReadVariable."""
     if isinstance(value, Variable):
         return not isinstance(value, SyncOnReadVariable)
     return isinstance(value, Mirrored)
@@ -26,9 +26,9 @@ def first_component(value: Any) -> Any:
 
 
 def reduce_equal(op: ReduceOp, value: Any) -> Any:
-    """Return the reduction over several replicas of a mirrored value, or of a plain value of the only rank.
+    """Return `value`, if its reduction over several replicas gives `value` again for any number of replicas.
 
-    Returns: `value` itself.
+    Args: value: a value that is the same for all replicas: a mirrored value, or a plain value of the only rank.
     Raises:
         AssertionError: SUM or PRODUCT of a mirrored value.
         ValueError: SUM of a plain value that is not all 0, or PRODUCT of one that is not all 1.

@@ -11,20 +11,23 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 class FirstStepNotice:
-    """Gives the notice on rank 0, once for each strategy of several ranks."""
+    """Prints the notice on rank 0, once for each strategy of several ranks: ranks, nodes, and parts of a batch."""
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         self._is_told = group.communicator.size == 1 or group.communicator.rank != 0
 
     def at_step(self, examples: StepExamples | None, batch_size: int | None = None) -> None:
-        """Begin a step. The first step gives the notice, and from then on signals end the program. Not collective.
+        """Print the notice, if this is the strategy's first step. Not collective.
+
+        SIGUSR1 and SIGUSR2 were kept until now, for a handler that the program may make. From now on they end a program
+        without a handler.
 
         Called by: `next` of a distributed dataset, and the first reduction of gradients.
         Args:
-            examples: numbers of examples of the step; None if not known.
-            batch_size: number of examples that the global batch was to have, though some may not have come. None: the
-                number that came.
+            examples: numbers of examples of the step (`StepExamples`); None if not known.
+            batch_size: number of examples in a global batch, also if the dataset could not load some of them. None: the
+                number in `examples`.
         """
         if early_signals.kept:
             early_signals.release()

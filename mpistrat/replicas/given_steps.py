@@ -1,4 +1,4 @@
-"""Keeps the numbers of examples of the program's steps. Losses are averaged by these numbers."""
+"""Records how many examples each step had that the program got. Losses are averaged by these numbers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mpistrat.replicas.input_plan import StepExamples
 
 @dataclass(eq=False)
 class _Iteration:
-    """The steps of one iterator.
+    """Records the steps that one iterator over a distributed dataset has given.
 
-    "With gradients" means: given while gradients were on, and with a known number of examples.
+    A step "with gradients" was given while torch's gradients were on, and its number of examples is known.
 
     Attributes:
-        iterator: the iterator, weakly referenced.
-        examples: numbers of examples of its last step; None if not known.
-        training: numbers of examples of its last step while gradients were on; None if not known.
-        order: number of its last step while gradients were on, counted over all iterators; 0 if there is none.
-        sizes: sizes of its steps with gradients, each the number of examples over all replicas.
-        recent: the part of `sizes` since the last backward.
+        iterator: a weak reference to the iterator.
+        examples: numbers of examples of the iterator's last step; None if not known.
+        training: numbers of examples of the last step that was given while gradients were on; None if not known.
+        order: number of that step, counted over all iterators from 1; 0 if there is none.
+        sizes: the sizes of all steps with gradients; a size is the number of examples over all replicas.
+        recent: the sizes of the steps with gradients since the last backward.
         since: number of steps with gradients since the last backward.
-        ahead: number of steps with gradients, minus one, before the first backward; None before that backward.
-        is_only: whether it has given one step only, and has not ended.
-        has_ended: whether it has given its last step.
+        ahead: number of steps with gradients before the first backward, minus one; None until that backward.
+        is_only: whether the iterator has given one step only, and has not ended.
+        has_ended: whether the iterator has given its last step.
     """
 
     iterator: weakref.ref[Any]
@@ -43,7 +43,10 @@ class _Iteration:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether several steps came before the first backward, and their parts may differ in size."""
+        """Whether several steps came before the first backward, and a step's parts may differ in size.
+
+        False if the iterator is gone.
+        """
         return bool(self.ahead) and not getattr(self.iterator(), "divides", True)
 
     @property
@@ -52,7 +55,11 @@ class _Iteration:
         return self.has_ended and self.ahead is None
 
     def take_sizes(self) -> set[int]:
-        """Begin a backward. Returns: the sizes of the steps that the loss may come from."""
+        """Begin a backward, and return the sizes of the steps that its loss may come from.
+
+        Returns: the sizes since the last backward, and forgets them; after the iterator's end, if no step came since
+            the last backward, the sizes of all its steps.
+        """
         if self.since:
             self.ahead = self.since - 1 if self.ahead is None else self.ahead
         elif self.has_ended:  # the program has read all steps ahead
@@ -64,21 +71,24 @@ class _Iteration:
 class GivenSteps:
     """The steps that iterators over distributed datasets have given on this rank.
 
-    The program computes with the last step of the iterators that it still holds. So after an evaluation in mid-epoch,
-    it computes with the training step from before. A step from `next(iter(loader))` counts although its iterator is
-    gone.
+    A loss is taken to come from the last step of an iterator that the program still holds. So after an evaluation in
+    mid-epoch, a loss comes from the training step before the evaluation. A step from `next(iter(loader))` counts
+    although its iterator is gone.
+
+    "Numbers of examples" are a `StepExamples`: int64 [this rank's replicas + 1], with the sum over all ranks last.
 
     Attributes:
         examples: numbers of examples of the step that was given last; None if not known.
         examples_with_gradients: numbers of examples of the last step that was given while gradients were on; if there
             is none, the value of `examples`.
-        iterations: the iterators whose steps the program may compute with.
+        iterations: a record for each iterator with a step that the program may compute with, the last to give a step
+            last.
         blocks: number of threads inside `Strategy.replica()`. While it is not 0, steps that other threads get are not
             counted.
         distributed: whether a distributed dataset has given a step, or values were distributed or sharded.
     """
 
-    # Kept here, because `_forget` is called when Python ends, too, and modules have no names left.
+    # Kept in the class, because `_forget` may be called while Python ends, when modules have lost their names.
     _order_of = staticmethod(operator.attrgetter("order"))
 
     def __init__(self, num_replicas: int, num_ranks: int, is_first_rank: bool) -> None:
@@ -92,7 +102,7 @@ class GivenSteps:
         self._last: _Iteration | None = None  # the last to give a step while gradients were on
         self._order = 0
         self._shard_is_last = False  # whether arrays were sharded after the last step
-        # Whether a step had parts of different sizes, and no backward counts by it.
+        # Whether a step without gradients, or of an iterator that is gone, had parts of different sizes.
         self._left_uneven = False
         self._said: set[str] = set()
 
@@ -127,7 +137,10 @@ class GivenSteps:
         self._keep([*kept, iteration])
 
     def shard(self) -> None:
-        """Record that arrays are sharded that are no step of an iterator. The next loss may come from them."""
+        """Record that `Strategy.shard` has cut arrays that are not an iterator's step.
+
+        Until an iterator gives the next step with gradients on, `begin_backward` takes the loss to come from them.
+        """
         self._shard_is_last = True
         self._keep([i for i in self.iterations if not i.is_evaluation])
 
@@ -141,7 +154,11 @@ class GivenSteps:
         self.examples_with_gradients = self.examples if last is None else last.training
 
     def end(self, iterator: Any) -> None:
-        """Record that `iterator` has ended. If no backward came since its first step, its steps were an evaluation."""
+        """Record that `iterator` has ended.
+
+        If no backward came since its first step, its steps were an evaluation. They are then forgotten, if another
+        iterator has given steps while gradients were on.
+        """
         for iteration in self.iterations:
             if iteration.iterator() is iterator:
                 iteration.is_only, iteration.has_ended = False, True
@@ -157,12 +174,14 @@ class GivenSteps:
     def begin_backward(self, *, weighs: bool) -> StepExamples | None:
         """Begin a backward, and return the numbers of examples by which the replicas' losses count.
 
+        Called by: the gradient reducer in each `backward()`, if `weighs`, or if `iterations` is not empty.
         Args:
-            weighs: whether losses count by examples at all.
-        Returns: None if all replicas count alike.
+            weighs: whether losses count by examples: True inside `replica()`, if gradients are averaged.
+        Returns: the numbers of the last step that was given while gradients were on; None if all replicas count alike:
+            `weighs` is False, the loss comes from sharded arrays, or the step's numbers are not known.
         Raises:
-            RuntimeError: losses count by examples, and steps of several sizes came before the backward, not all of them
-                divisible by the number of replicas. On all ranks.
+            RuntimeError: on all ranks, if `weighs`, and steps of several sizes came before the backward, not all of
+                them divisible by the number of replicas.
         """
         last, is_of_shard, current, sizes = self._last, self._shard_is_last, [], set[int]()
         for iteration in self.iterations:
@@ -205,7 +224,10 @@ class GivenSteps:
             )
 
     def reduced(self) -> None:
-        """Record that the ranks have combined gradients. Warns if no data was distributed."""
+        """Record that the ranks have combined gradients. Rank 0 warns, once, if `distributed` is False.
+
+        The warning is about ranks that may all read the same data. `distributed` is True afterwards.
+        """
         if self._num_ranks > 1 and not self.distributed:
             self.distributed = True
             self.tell_once(
@@ -216,7 +238,7 @@ class GivenSteps:
             )
 
     def has_given(self, size: int) -> bool:
-        """Whether the last step of an iterator has `size` examples over all replicas."""
+        """Whether the last step of any of the iterators has `size` examples over all replicas."""
         return any(i.examples is not None and i.examples[-1] == size for i in self.iterations)
 
     def tell_once(self, text: str) -> None:

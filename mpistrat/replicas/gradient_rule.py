@@ -12,7 +12,7 @@ _numbers = itertools.count()
 
 
 class GradientRule:
-    """The rule of one strategy: "sum", "mean", or undecided.
+    """One strategy's rule: `backward()` leaves the "sum" or the "mean" of the replicas' gradients, or it is undecided.
 
     The program decides by the strategy's argument `gradients`. Without it, the first loss that is scaled for one of the
     rules decides.
@@ -33,9 +33,12 @@ class GradientRule:
         self._has_warned = self.is_of_loss = False
 
     def ask_for(self, rule: str, call: str, *, warn: bool) -> None:
-        """Choose `rule` if nothing is chosen, because `call` has scaled a loss for this rule.
+        """Choose `rule` if nothing is chosen. A rule that is chosen already stays.
 
-        Args: warn: whether to warn, once, if the other rule is chosen already. The choice stays.
+        Args:
+            rule: "sum" or "mean".
+            call: name of the function that has scaled a loss for `rule`, for messages.
+            warn: whether to warn, once, if the other rule is chosen already.
         """
         if self.chosen is None:
             self.chosen, self._decided_by = rule, f"{call}, called at {call_site(sys._getframe())}"
@@ -50,7 +53,10 @@ class GradientRule:
             )
 
     def default_to_mean(self, call: str) -> None:
-        """Choose the mean, as DistributedDataParallel does, if nothing is chosen when `call` combines gradients."""
+        """Choose the mean, like DistributedDataParallel, if nothing is chosen.
+
+        Called by: each `backward()` inside `replica()`. Args: call: words for it, for messages.
+        """
         if self.chosen is None:
             self.chosen = "mean"
             site = call_site(sys._getframe())
@@ -59,7 +65,7 @@ class GradientRule:
             )
 
     def decided(self, call: str) -> str:
-        """Return the rule by which `call` combines gradients. Raises: RuntimeError while the rule is undecided."""
+        """Return the rule, "sum" or "mean". Raises: RuntimeError that begins with `call`, while it is undecided."""
         if self.chosen is None:
             raise RuntimeError(
                 f"{call}: are gradients to be summed or averaged? Scale the loss with "

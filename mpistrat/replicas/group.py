@@ -13,7 +13,7 @@ class ReplicaGroup:
     """The replicas that a strategy combines, numbered from rank to rank.
 
     Attributes:
-        communicator: the ranks that take part.
+        communicator: the communicator of all ranks that have these replicas.
         worker_devices: this rank's devices, one replica each.
         replicas_of_ranks: number of replicas of each rank, in rank order.
         fixed_threads: number of intra-op threads of every rank, if results must not depend on how replicas are spread

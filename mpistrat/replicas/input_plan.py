@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# Numbers of examples of a step: of each replica of this rank, and last of all replicas together. int64 [replicas + 1].
-# It is an array, because torch.compile takes an array for an input of the graph, and numbers for constants.
+# Numbers of examples of a step: one for each replica of this rank, and, last, the sum over all replicas of all ranks.
+# int64 [replicas + 1]: an array, because for torch.compile an array is an input of a graph, and a number a constant.
 StepExamples = npt.NDArray[np.int64]
 
 
@@ -16,14 +16,17 @@ StepExamples = npt.NDArray[np.int64]
 class Share:
     """This rank's part of the input.
 
+    A worker is a reader of the input: a rank that reads for itself, or all ranks together. A piece is the part of a
+    global batch that one replica takes.
+
     Attributes:
-        workers: number of workers that read. docs/glossary.md defines a worker.
+        workers: number of workers.
         worker: number of this rank's worker.
         num_replicas: number of replicas of all workers.
-        replicas: this rank's replicas, numbered within its worker.
-        first: the number of this worker's first replica among all replicas: replica i takes piece i of each global
-            batch. None: the pieces are dealt out to the workers in turn, as in TensorFlow. With one replica per worker
-            both are the same.
+        replicas: numbers of this rank's replicas within its worker.
+        first: the number of this worker's first replica among all replicas, if replica i takes piece i of each global
+            batch. None: worker w takes the pieces w, w + workers, …, as in TensorFlow. With one replica per worker both
+            are the same.
     """
 
     workers: int
@@ -51,10 +54,10 @@ class Share:
         return [self.worker + replica * self.workers for replica in self.replicas]
 
     def sizes(self, global_batch_size: int) -> list[int]:
-        """Return the sizes of the worker's pieces, in examples, in turn.
+        """Return the numbers of examples of the next n pieces that this rank's worker reads; n is `num_replicas`.
 
-        Each piece has floor(batch / n) examples, and the first batch mod n pieces have one more. Worker w begins at its
-        own replicas, so that over n pieces all workers read equally much.
+        Of n pieces, the first batch mod n have floor(batch / n) + 1 examples, and the others floor(batch / n). Each
+        worker begins at another of these n sizes, so that after n pieces all workers have read equally much.
 
         Raises: ValueError if workers have different numbers of replicas.
         """
@@ -70,10 +73,11 @@ class InputPlan:
 
     Attributes:
         share: this rank's part of each global batch.
-        pipelines: the number of input pipelines, and the number of this rank's pipeline.
+        pipelines: how many input pipelines there are, and the number of this rank's pipeline, from 0.
         devices: the device of each local replica's batches; () leaves batches where they are.
-        partial_steps: whether a dataset makes a step as long as any replica has data.
-        per_replica: whether an input function may be called once for each replica.
+        partial_steps: whether an epoch goes on as long as any replica has data; replicas without data get batches of no
+            examples.
+        per_replica: whether a dataset function may be called once for each replica (InputReplicationMode.PER_REPLICA).
     """
 
     share: Share

@@ -1,8 +1,9 @@
 """Several replicas in one rank. They take turns, one at a time, in replica order.
 
 Replica 0 runs on the calling thread, and every other replica on a thread of its own, so that each replica has its own
-thread-local state. A turn ends only where the replicas meet (a `merge_call`), or at the end of the run. The order is
-fixed: every replica up to the meeting, the merge function, every replica from there on.
+thread-local state. A turn is a replica's work up to the point where the replicas meet (a `merge_call`), or up to the
+end of the run. The order is fixed: first every replica works up to the meeting, then the merge function runs, then
+every replica works on from the meeting.
 """
 
 from __future__ import annotations
@@ -20,28 +21,31 @@ MergeFunction = Callable[[list[Any]], Any]
 
 
 class ReplicaState(Protocol):
-    """State that belongs to a replica, but has one place per rank: gradients, buffers, random numbers.
+    """State that each replica has for itself, although torch keeps only one per rank: gradients, buffers, generators.
 
-    The state in that place is "out". It belongs to the replica whose turn it is.
+    During a replica's turn, its state is in torch's modules and generators. The states of the other replicas are put
+    away. `pytorch.virtual_replicas.TorchState` implements this protocol.
     """
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Capture the calling thread's modes, and return a function that makes a context with these modes.
+        """Return a function that makes a context with the modes of the thread that calls `inherit`.
 
-        Called by: a run, on the calling thread; each replica's thread then enters the context.
+        Torch keeps these modes per thread: autocast, for example, and whether gradients are on.
+
+        Called by: a run, on the program's thread. The thread of each other replica enters the context around its work.
         """
         ...
 
     def begin(self) -> None:
-        """Begin a run. Replica 0's state is out."""
+        """Prepare for a run, while replica 0's state is in place."""
         ...
 
     def end(self) -> None:
-        """End a run. Replica 0's state is out."""
+        """Finish a run, also after an error. Replica 0's state is in place again."""
         ...
 
     def switch(self, leaving: int, entering: int) -> None:
-        """Put away the state of local replica `leaving`, and bring out the state of `entering`."""
+        """Put away the state of local replica `leaving`, and put the state of replica `entering` in place."""
         ...
 
 
@@ -50,9 +54,12 @@ class _Stopped(BaseException):
 
 
 class _Replica(threading.Thread):
-    """The thread of a replica other than the first. It waits for its turn, and then does its work.
+    """The thread of a replica other than the first. It waits for a turn, does its work, and waits again.
 
-    A turn without work ends the thread.
+    Attributes:
+        turn: a lock; to release it gives the thread a turn.
+        back: a lock that the thread releases at the end of its turn: when its replica meets the others, or has ended.
+        work: calls the replica's function in the current run; None between runs. A turn without work ends the thread.
     """
 
     def __init__(self, index: int) -> None:
@@ -76,11 +83,11 @@ class _Replica(threading.Thread):
 
 
 class LocalReplicas:
-    """Runs a function on each of `count` replicas of this rank. A thread has at most one run at a time.
+    """Runs a function on each of `count` replicas of this rank. A run is one call of the method `run`.
 
     Attributes:
-        states: the states to swap when the turn changes.
-        current: thread-local; its attribute `run` is the thread's run.
+        states: the states that are swapped when one replica's turn ends and another's begins.
+        current: thread-local; its attribute `run` is the run that the thread works for.
     """
 
     def __init__(self, count: int) -> None:
@@ -93,9 +100,12 @@ class LocalReplicas:
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Call `body(i)` for each local replica i, and return the results in replica order.
 
+        Replica 0's call runs on the calling thread.
+
         Raises:
-            RuntimeError: the replicas met a different number of times.
-            Exception: the first exception of a `body`, unchanged.
+            RuntimeError: the replicas called `meet` a different number of times.
+            Exception: the first exception of a `body` or of a merge function, unchanged. The other replicas stop where
+                they are.
         """
         threads = self._idle.pop() if self._idle else [_Replica(i) for i in range(1, self.count)]
         run = _Run(self, threads, body)
@@ -108,15 +118,17 @@ class LocalReplicas:
             self._idle.append(threads)
 
     def meet(self, index: int, merge: MergeFunction, operands: Any) -> Any:
-        """Wait until every replica has called this, and return the result of `merge` on the operands of all replicas.
+        """Wait until every replica of this rank has called this. Returns: the result of `merge`, to every replica.
 
-        Replica 0 runs `merge`. Called by: replica `index`, inside `run`.
+        Only replica 0's `merge` is called, once, on its thread. It gets a list of all `operands`, in replica order.
+
+        Called by: replica `index`, inside `run`.
         """
         return self.current.run.meet(index, merge, operands)
 
 
 def _end(idle: list[list[_Replica]]) -> None:
-    """End the threads of finished runs, because nobody uses them any more."""
+    """End the threads of finished runs. Called by: the garbage collector, when their `LocalReplicas` is gone."""
     for threads in idle:
         for thread in threads:
             thread.turn.release()
@@ -133,7 +145,7 @@ class _Run:
         self._operands: list[Any] = [None] * replicas.count
         self._merged: Any = None
         self._error: BaseException | None = None
-        self._active = 0  # the replica that has its state out
+        self._active = 0  # the replica with its state in place
         self._started = [False] * replicas.count
         self._stopping = False
 
@@ -175,9 +187,10 @@ class _Run:
         return self._merged
 
     def _let_others_run(self, to_meeting: bool) -> None:
-        """Give each other replica its turn, up to its next meeting or to its end.
+        """Give each replica but replica 0 a turn, up to its next meeting or to its end. Called by: replica 0's thread.
 
-        Args: to_meeting: whether replica 0 is in a meeting; the other replicas must then come to a meeting, too.
+        Args: to_meeting: whether replica 0 is in a meeting; the other replicas must then come to a meeting, too. If
+            False, replica 0 has ended, and the other replicas must end.
         Raises: RuntimeError if a replica ends instead of meeting, or meets instead of ending; else a replica's error.
         """
         for index, thread in enumerate(self._threads, start=1):

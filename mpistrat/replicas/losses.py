@@ -68,7 +68,7 @@ def compute_average_loss(
         raise TypeError(f"global_batch_size must be an integer, got {size!r:.60}")
     elif size <= 0:
         raise ValueError(f"global_batch_size must be positive, got {size}")
-    if getattr(loss, "requires_grad", False):  # a loss of training
+    if getattr(loss, "requires_grad", False):  # it is a loss to train with
         # Divided by the replica's own examples, the loss is right with gradients="mean".
         contradicts_mean = bool(replicas > 1 and global_batch_size != num_examples)
         is_guess = global_batch_size is None and not arrays.is_torch(size)
@@ -106,12 +106,12 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
 def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess: bool) -> None:
     """Choose the sum of gradients for a loss that was divided by `size`, and warn if `size` looks wrong.
 
-    While torch.compile compiles, only `is_guess` is known: the graph serves many sizes.
+    While torch.compile compiles, `size` is not looked at, because the compiled graph serves batches of many sizes.
 
     Args:
         num_examples: number of examples of the loss.
         contradicts_mean: whether the loss would be wrong if gradients were averaged.
-        is_guess: whether `size` assumes that all replicas have equally many examples.
+        is_guess: whether `size` assumes that all replicas have equally many examples. Used only while compiling.
     """
     import torch
 
@@ -123,9 +123,10 @@ def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess:
 
 
 def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
-    """Warn once if `size` is the size of one part of a step or array, instead of the whole.
+    """Let rank 0 warn, once, if the loss was divided by `size`, the size of one replica's part, and not of the whole.
 
-    Other sizes are the program's choice: it may accumulate gradients, or scale by the step of another loader.
+    The whole is the global batch of a loader's step, or an array that `Strategy.shard` has cut. Any other `size` is the
+    program's choice: it may accumulate gradients, or scale by the step of another loader.
     """
     steps, cuts = extended.given_steps, extended.sharded.cuts
     replicas = extended.num_replicas_in_sync
@@ -148,13 +149,15 @@ def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
 
 
 def choose_sum(contradicts_mean: bool, rule: str, is_guess: bool) -> None:
-    """Choose the sum of gradients, because `compute_average_loss` scales a loss. Warns if the mean was chosen.
+    """Choose the sum of gradients, if nothing is chosen, because `compute_average_loss` scales a loss.
 
     Args:
-        contradicts_mean: whether the loss would be wrong if gradients were averaged.
-        rule: name of the strategy's rule. `torch.compile` treats this function's result as a constant of its arguments,
-            so another strategy must give other arguments to be compiled anew.
-        is_guess: whether parts of a sharded array may count alike, although their sizes may differ.
+        contradicts_mean: whether the loss would be wrong if gradients were averaged. If so, and the mean was chosen
+            already, rank 0 warns.
+        rule: name of the strategy's rule, not used here. While `torch.compile` compiles, it calls this function only
+            once for equal arguments, and the name makes the arguments of two strategies differ.
+        is_guess: whether the loss assumes that all replicas have equally many examples. Rank 0 then warns, if a sharded
+            array has parts of different sizes.
     """
     extended = get_strategy().extended
     if is_guess:

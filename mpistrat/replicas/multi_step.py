@@ -24,7 +24,7 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
     ) -> None:
-        """Keep `output` under `name`. With a `reduce_op`, it is reduced over all replicas first.
+        """Keep `output` in `last_step_outputs[name]`; with a `reduce_op`, reduce it over all replicas first.
 
         Raises:
             AssertionError: inside `run` without a `reduce_op`.
@@ -41,5 +41,5 @@ class MultiStepContext:
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keep `output` under `name` as it is."""
+        """Keep `output` in `non_tensor_outputs[name]`, as it is."""
         self.non_tensor_outputs[name] = output

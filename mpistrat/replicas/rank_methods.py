@@ -24,9 +24,9 @@ _SECONDS_ALONE = 86_400.0
 class RankMethods:
     """This process's place among the ranks of its strategy, and collective work of these ranks.
 
-    The ranks are the ranks that the strategy combines: all ranks of the job; with `MirroredStrategy`, the ranks of this
-    node; with `OneDeviceStrategy`, this rank alone. With parameter servers they are the chief, then the workers.
-    Workers do not wait for each other, so methods that every rank must call raise NotImplementedError there.
+    These are the ranks that the strategy combines: all ranks of the job; with `MirroredStrategy`, the ranks of this
+    node; with `OneDeviceStrategy`, this rank alone. With parameter servers, they are the chief and then the workers.
+    These do not wait for each other, so methods that every rank must call raise NotImplementedError with servers.
     """
 
     _extended: StrategyExtended
@@ -89,7 +89,7 @@ class RankMethods:
             print(*args, **kwargs)
 
     def barrier(self) -> None:
-        """Return once every rank has called this method. Inside `run`, every replica calls it."""
+        """Wait until every rank has called this method. Inside `run`, every replica calls it."""
         self._together("barrier", lambda communicator: communicator.barrier(label="barrier()"))
 
     def broadcast_object(self, value: Any = None) -> Any:
@@ -161,9 +161,10 @@ class RankMethods:
             yield
 
     def _hear_of_first(self, failure: str | None) -> list[str | None]:
-        """Return the failure of each rank's block, in rank order, None where there is none. Called by: every rank.
+        """Wait until every rank has called this. Returns: the argument `failure` of each rank, in rank order.
 
-        Args: failure: this rank's failure, or None.
+        Called by: `first_rank_first`, when the ranks that go first have left its block; it waits for at most a day.
+        Args: failure: the type and text of the error that has ended this rank's block; None without an error.
         """
 
         def gather(communicator: Communicator) -> list[str | None]:
@@ -178,7 +179,7 @@ class RankMethods:
         return gathered
 
     def _together(self, call: str, work: Callable[[Communicator], Any]) -> Any:
-        """Return the result of `work`, a collective of all ranks. The replicas of a rank do it once.
+        """Call `work`, a collective of all ranks, once per rank. Returns: its result, to every replica of the rank.
 
         Called by: every rank; inside `run`, every replica.
         Args:

@@ -13,11 +13,12 @@ from mpistrat.values import DistributedValues
 
 
 class RankReducers:
-    """The reducers of a group of replicas.
+    """The reducers of a group of replicas. Each combines the values of all ranks by collectives.
 
     Attributes:
         of_replicas: reduces values with a component per replica.
-        of_plain: reduces plain values; the same object, unless a deterministic group has several replicas on a rank.
+        of_plain: reduces plain values, one per rank. It is `of_replicas` itself, unless a deterministic group has
+            several replicas on a rank, because then plain values are added up in another order.
     """
 
     def __init__(self, group: ReplicaGroup, options: CommunicationOptions) -> None:
@@ -33,10 +34,12 @@ class RankReducers:
     def reduce_each(
         self, values: Mapping[int, Any], reduce: Callable[[MpiAllReduce, list[int]], list[Any]]
     ) -> dict[int, Any]:
-        """Reduce `values`, each with the reducer for its kind. Returns: the results, by the keys of `values`.
+        """Reduce `values`: plain values by `of_plain`, distributed values by `of_replicas`.
 
         Called by: every rank.
-        Args: reduce: `reduce(reducer, keys)` returns the results of the values with these keys, in this order.
+        Args: reduce: called at most once for each reducer. `reduce(reducer, keys)` returns a list: the results for the
+            values with these `keys`, in their order.
+        Returns: the results, by the keys of `values`.
         """
         plain = self._plain(values) if values else []
         results: dict[int, Any] = {}
@@ -47,9 +50,10 @@ class RankReducers:
         return results
 
     def _plain(self, values: Mapping[int, Any]) -> list[int]:
-        """Return the keys of plain values if they have a reducer of their own, else []. Called by: every rank.
+        """Return the keys of plain values; [] if `of_replicas` reduces plain values, too. Called by: every rank.
 
-        A rank with one replica gets plain values even from `run`, so a rank with the most replicas decides.
+        Ranks must agree on the keys. On a rank with one replica, `run` returns plain values, too; so if ranks have
+        different numbers of replicas, the first rank with the most replicas decides.
         """
         if self.of_plain is self.of_replicas:
             return []

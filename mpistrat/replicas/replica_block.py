@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
     """A context in which this thread is the one replica of its rank.
 
-    A step ends at each `optimizer.step()`. Ranks meet in `backward()`, and at `next` of a distributed dataset; there,
-    new modules are mirrored.
+    `Strategy.replica` returns it, and `with` yields the replica's context. A step ends at each `optimizer.step()`.
+    Ranks wait for each other in `backward()`, and at `next` of a distributed dataset. Modules that are new when the
+    block begins, or at `next`, are mirrored.
 
     Called by: every rank.
     Args: refusal: the reason why this strategy has no such block; "" if it has one.
@@ -62,5 +63,5 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
         if self._is_outermost:
             spans.current.end_steps()
             self._extended.given_steps.blocks -= 1
-            if exc[0] is None:  # no backward has decided how parts count
+            if exc[0] is None:  # a backward would have cleared the cuts
                 self._extended.sharded.tell_of_uneven()

@@ -1,4 +1,4 @@
-"""The context of one replica inside `run`: it communicates with the other replicas."""
+"""The context of one replica inside `run`. Its methods communicate with the other replicas."""
 
 from __future__ import annotations
 
@@ -98,12 +98,15 @@ class ReplicaContext:
     ) -> Any:
         """Call `merge_fn(strategy, *args, **kwargs)` once per rank, in the cross-replica context.
 
-        Called by: every replica of this rank, equally often. The call returns when all replicas have called.
+        The call waits until all replicas of this rank have called.
+
+        Called by: every replica of this rank, equally often.
         Args:
-            merge_fn: the function; replica 0's function is called. It gets the replicas' arguments, regrouped as `run`
-                regroups results. With one replica per rank, it gets them as they are.
+            merge_fn: the function; of several replicas' functions, replica 0's is called.
+            args, kwargs: this replica's arguments. The function gets the arguments of all replicas of the rank, put
+                together into `PerReplica` values; with one replica per rank, it gets the arguments as they are.
         Returns:
-            the function's result; of distributed values in it, the replica's own component.
+            the function's result; in place of each distributed value in it, the replica's own component.
         Raises:
             RuntimeError: outside this replica's run, or if the replicas call it unequally often.
 

@@ -1,4 +1,4 @@
-"""The replicas of one rank: it calls functions on each of them, and lets them meet."""
+"""The replicas of one rank: `Replicas` calls functions on each replica, and combines their values."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class Replicas:
         devices: the device of each replica of this rank.
         contexts: the context of each replica of this rank.
         count: number of times that `run` calls its function on this rank.
-        states: state that is swapped when one replica's turn ends and another's begins.
+        states: states that are swapped when one replica's turn ends and another's begins. A turn is a replica's work up
+            to the next `merge_call`, or to the end of the run.
         at_turn_end: functions that are called at the end of each turn with the replica's local index, on its thread.
-            They may raise an error about the turn.
-        device_of_modules: the device for torch modules that are made in the scope; None, if all devices are the host,
-            leaves them where they are.
-        records_steps: whether functions of `run` are recorded first, and computed after they have returned.
+            The functions may raise an error about the turn.
+        device_of_modules: the device for torch modules that are made in the scope. None: all devices are the host, and
+            modules stay where they are.
+        records_steps: whether `run` first records the operations of a function, and computes them once it has returned.
     """
 
     records_steps = False
@@ -64,7 +65,7 @@ class Replicas:
     ) -> Any:
         """Call `fn` on each replica of this rank and regroup the results. Communicates nothing.
 
-        Args: args, kwargs: each replica gets its own components of distributed values in them.
+        Args: args, kwargs: arguments of `fn`. Each replica gets its own component of each distributed value in them.
         Returns: with one replica, the result of `fn`; else a structure of `PerReplica` values.
         """
         if self.count == 1:
@@ -98,7 +99,10 @@ class Replicas:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call `merge_fn` once for all replicas of this rank: see `ReplicaContext.merge_call`."""
+        """Call `merge_fn` once for all replicas of this rank, and return this replica's part of its result.
+
+        Called by: `ReplicaContext.merge_call`, on every replica of this rank, after the checks of its arguments.
+        """
         if self.count == 1:
             with entered(self.strategy, None):
                 return select_replica(0, merge_fn(self.strategy, *args, **kwargs))
@@ -150,9 +154,11 @@ class Replicas:
         return self.merge_call(context, merge, (value,), {})
 
     def meet(self, index: int, merge: MergeFunction, operands: Any) -> Any:
-        """Wait for the calls of all `count` replicas, and return the result of `merge` on all operands.
+        """Wait until all replicas of this rank have called this. Returns: the result of `merge`, to every replica.
 
-        Replica 0 runs `merge`, once for all. Called by: replica `index`, inside `run`.
+        Only replica 0's `merge` is called, once. It gets a list of all `operands`, in replica order.
+
+        Called by: replica `index`, inside `run`; for example in `merge_call` and in `backward()`.
         """
         self._end_turn(index)
         return self._turns.meet(index, merge, operands)
@@ -162,15 +168,15 @@ class Replicas:
             check(index)
 
     def sum_of_rank(self, value: Any) -> Any:
-        """Return the sum of `value` over this rank's cores, if several cores run one program; else `value` itself.
+        """Return the sum of `value` over this rank's TPU cores, if they run one program for all; else `value` itself.
 
-        The sum of 16-bit floats is float32, so that it is rounded once, after the sum over ranks.
+        Over cores, the sum of 16-bit floats is float32, so that it is rounded once, after the sum over ranks.
         """
         return value
 
     @property
     def device_random_state(self) -> int | None:
-        """The state of a random generator of this rank's device that is not torch's; None if there is none."""
+        """The state of this rank's device generator, if torch does not keep it (XLA); None without such a generator."""
         return None
 
     def set_device_random_state(self, state: int) -> None:

@@ -1,4 +1,4 @@
-"""The arrays that `Strategy.shard` has cut. A part alone does not tell how much it counts."""
+"""The arrays that `Strategy.shard` has cut. The size of a part does not say how large the whole array is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class ShardedArrays:
-    """The arrays that this rank has cut.
+    """Records the arrays that `Strategy.shard` has cut on this rank.
 
     Args:
         tell_once: lets rank 0 say a text, once.
@@ -24,7 +24,10 @@ class ShardedArrays:
         self.cuts: set[tuple[int, int, int]] = set()
 
     def compared(self, *, same: bool) -> None:
-        """Record that the ranks have compared `first`. Args: same: whether all are equal; if not, rank 0 warns."""
+        """Record that the ranks have compared `first`, as they do in a reduction of gradients.
+
+        Args: same: whether `first` was equal on all ranks. If False, rank 0 warns, once, of different arrays.
+        """
         self.first = 0
         if not same:
             self._tell_once(
@@ -36,16 +39,17 @@ class ShardedArrays:
     def combine(self, *, alike: bool) -> None:
         """Record that a backward combines the gradients of all parts, and forget the cuts.
 
-        Args: alike: whether parts count alike, whatever their sizes; rank 0 then warns of uneven parts.
+        Args: alike: whether the replicas' losses count alike, whatever the sizes of their parts. If so, rank 0 warns of
+            parts of different sizes.
         """
         if alike:
             self.tell_of_uneven()
         self.cuts.clear()
 
     def tell_of_uneven(self, part: int | None = None) -> None:
-        """Let rank 0 warn, once, if parts that count alike differ in size.
+        """Let rank 0 warn, once, if the parts of an array in `cuts` differ in size, though their losses count alike.
 
-        Args: part: number of examples of the parts to look at; None: all parts.
+        Args: part: look only at arrays with this size of this rank's part; None: at all arrays.
         """
         for length, size, dim in self.cuts:
             if size % self._num_replicas and part in (None, length):

@@ -37,15 +37,16 @@ from mpistrat.variables.variable_arguments import checked_arguments
 
 
 class Parts(NamedTuple):
-    """The parts in which strategies differ. Each strategy's `…_parts` module puts them together.
+    """The parts that make one strategy differ from another. Each strategy's `…_parts` module puts them together.
 
     Attributes:
-        modules: handles torch modules.
-        variables: keeps variables.
-        input: describes the input that this rank reads.
-        checkpoints: this rank's role for checkpoints.
-        between_graph: whether each rank runs a program of its own.
-        wraps_values: whether the components of values are wrapped. Strategies of one replica never wrap them.
+        modules: mirrors torch modules and reduces their gradients; holds the strategy's `Replicas`.
+        variables: makes variables and keeps their copies.
+        input: the part of the input that this rank reads.
+        checkpoints: whether this rank saves and restores, or follows another rank.
+        between_graph: the value of `experimental_between_graph`.
+        wraps_values: whether `experimental_distribute_values_from_function` returns a `PerReplica`. If False, it gives
+            the only replica's value.
     """
 
     modules: TorchModules
@@ -57,25 +58,25 @@ class Parts(NamedTuple):
 
 
 class StrategyExtended(abc.ABC):
-    """Additional methods of a strategy, for algorithms that need to be aware of the distribution.
+    """Additional methods of a strategy (`strategy.extended`), for algorithms that are aware of the distribution.
 
     Attributes:
         communicator, worker_devices, num_local_replicas, num_replicas_in_sync, replicas_of_ranks, first_replica_id,
             deterministic, topology: the attributes of `ReplicaGroup` with these names.
         replicas: runs functions on this rank's replicas.
         cross_replica_ops: combines values of all replicas.
-        variables: keeps variables.
-        checkpoints: this rank's role for checkpoints.
-        input: describes the input that this rank reads.
-        modules: handles torch modules.
-        wraps_values: whether the components of values are wrapped.
+        variables: makes variables and keeps their copies.
+        checkpoints: whether this rank saves and restores, or follows another rank.
+        input: the part of the input that this rank reads.
+        modules: mirrors torch modules and reduces their gradients.
+        wraps_values: whether `experimental_distribute_values_from_function` returns a `PerReplica`.
         given_steps: the steps that distributed datasets have given on this rank.
         sharded: the arrays that `Strategy.shard` has cut on this rank.
-        first_step_notice: says at the first step how many ranks work together.
+        first_step_notice: prints at the first step how many ranks work together.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
-        should_save_summary: whether this rank is the one to write logs.
+        should_save_summary: whether this rank is to write logs; True on one rank.
 
     Example:
         >>> extended = ms.OneDeviceStrategy("cpu").extended
@@ -125,7 +126,7 @@ class StrategyExtended(abc.ABC):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank is the one to save checkpoints."""
+        """Whether this rank is to save checkpoints; True on one rank."""
         return self.checkpoints.saves and self.communicator.rank == 0
 
     @property
@@ -139,7 +140,7 @@ class StrategyExtended(abc.ABC):
         return self.variables.devices
 
     def explain(self) -> str:
-        """Describe in lines of text how values are combined over ranks, and how much memory that takes."""
+        """Return lines of text: how values are combined over ranks, and how much memory that takes. Not collective."""
         lines = [self.communicator.explain(), self.modules.explain()]
         if self.deterministic:
             lines.append(
@@ -150,7 +151,7 @@ class StrategyExtended(abc.ABC):
         return "\n".join(filter(None, lines))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings that a deterministic job must keep to go on with the same bits. Not collective.
+        """Return the settings, a dict, that a deterministic job must keep to go on with the same bits. Not collective.
 
         Example:
             >>> extended = ms.OneDeviceStrategy("cpu").extended
@@ -197,12 +198,12 @@ class StrategyExtended(abc.ABC):
             )
 
     def seconds_waited(self, last: int = 60) -> list[float]:
-        """Return the seconds for which each rank waited in collectives for other ranks. The slowest rank waited least.
+        """Return how long each rank has waited in collectives for other ranks. The slowest rank has waited least.
 
-        Called by: every rank. With `check="never"` nothing is measured.
+        Called by: every rank.
         Args:
             last: number of seconds to look back, at most 63.
-        Returns: seconds, in rank order.
+        Returns: a list of seconds, in rank order, equal on all ranks. With `check="never"` nothing is measured.
 
         Example:
             >>> ms.OneDeviceStrategy("cpu").extended.seconds_waited(last=10)
@@ -222,6 +223,8 @@ class StrategyExtended(abc.ABC):
     ) -> Any:
         """Call `fn` on each replica of this rank and regroup the results. Communicates nothing.
 
+        Returns: with one replica, the result of `fn`; else a structure of `PerReplica` values.
+
         Example:
             >>> extended = ms.OneDeviceStrategy("cpu").extended
             >>> extended.call_for_each_replica(lambda x: 2 * x, args=(3,))
@@ -239,6 +242,7 @@ class StrategyExtended(abc.ABC):
         """Call `fn(context, next(iterator))` `iterations` times, in the scope. Returns: the context.
 
         Called by: every rank.   Context: cross-replica or top level.
+        Raises: StopIteration if `iterator` gives fewer than `iterations` steps.
 
         Example:
             >>> extended = ms.OneDeviceStrategy("cpu").extended
@@ -305,7 +309,7 @@ class StrategyExtended(abc.ABC):
         return getattr(value, "_container", None) or value
 
     def read_var(self, variable: Any) -> Any:
-        """Return the variable's value; of an ON_READ variable, its copies combined.
+        """Return the variable's value; for an ON_READ variable, all replicas' copies combined.
 
         Raises: TypeError if `variable` is no variable.
 
@@ -355,7 +359,9 @@ class StrategyExtended(abc.ABC):
     ) -> Any:
         """Call `fn(component, *args, **kwargs)` for every copy of `variable` on this rank.
 
-        Context: cross-replica. Inside `run`, all replicas call it, and their arguments are regrouped.
+        `fn` gets the copy's own component of each distributed value in `args` and `kwargs`.
+
+        Context: cross-replica. Inside `run`, all replicas call it, and their arguments are put together first.
         Args:
             group: whether to return one value for all copies.
         Returns:
@@ -429,7 +435,10 @@ class StrategyExtended(abc.ABC):
         )
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        """Return the place for state that belongs to no single one of `variables`: devices, or one of the variables."""
+        """Return the argument `colocate_with` for `update_non_slot`: devices, or one of `variables`.
+
+        State that belongs to no single variable, such as an optimizer's counter of steps, has its place there.
+        """
         return self.variables.non_slot_devices(variables)
 
     # Combining
@@ -446,13 +455,13 @@ class StrategyExtended(abc.ABC):
         Called by: every rank.   Context: cross-replica.
         Args:
             reduce_op: a `ReduceOp`, or its name in upper or lower case.
-            value: a value with a component per replica. A mirrored value is its own mean.
+            value: a value with a component per replica. The mean of a mirrored value is the value itself.
             destinations: a device's name, or a distributed value or variable whose devices are meant.
             options: options of this collective.
         Returns:
             an array for one device, `Mirrored` for several.
         Raises:
-            AssertionError: `destinations` is a list.
+            AssertionError: `destinations` is a list, or the sum of a mirrored value over several replicas is asked for.
             ValueError: nothing can be reduced to `destinations`.
 
         Example:
@@ -502,8 +511,9 @@ class StrategyExtended(abc.ABC):
         return self.cross_replica_ops.batch_reduce(op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Return copies of `tensor` on `destinations`; a Python number comes back as it is. Context: cross-replica.
+        """Copy `tensor` to `destinations` on this rank; sends nothing to other ranks. Context: cross-replica.
 
+        Returns: an array; a `Mirrored` of copies for several devices; a Python number as it is.
         Raises: AssertionError if `destinations` is None.
 
         Example:

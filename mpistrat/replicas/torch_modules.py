@@ -18,13 +18,14 @@ class ModuleParts:
     """The parts of a strategy that its torch modules use.
 
     Attributes:
-        strategy, group, ops: the attributes of `Replicas` with these names. Torch modules made in the scope of
-            `strategy` are recorded.
+        strategy: the strategy. Torch modules that are made in its scope are recorded.
+        group: all replicas of all ranks.
+        ops: combines values of all replicas.
         replicas: runs functions on this rank's replicas.
         rule: whether gradients are summed or averaged.
         gradient_sums: sums gradients over all replicas; None: `ops` sums them.
-        piggybacks: objects that add words to the agreement before gradients are reduced, each a
-            `pytorch.gradients.agreement.Piggyback`. Every rank has the same number of them.
+        piggybacks: objects that add integers to an all-reduce: before each reduction of gradients, the ranks agree by
+            it. Each is a `pytorch.gradients.agreement.Piggyback`. Every rank has the same number of piggybacks.
     """
 
     def __init__(
@@ -36,13 +37,15 @@ class ModuleParts:
 
 
 class TorchModules:
-    """Makes the keeper of a strategy's torch modules when the program builds its first module.
+    """Makes the keeper of a strategy's torch modules when it is first needed.
 
-    A program without torch must never import it.
+    The keeper is the object that mirrors modules and reduces their gradients. It is made late, so that a program
+    without torch never imports torch.
 
     Args:
-        make: makes a `pytorch.modules.strategy_modules.StrategyModules`.
-        needed: whether the scope and `run` look for modules. If False, only `mirror` and `no_sync` make the keeper.
+        make: makes the keeper, a `pytorch.modules.strategy_modules.StrategyModules`.
+        needed: whether the scope and `run` look for modules. If False, only `prepare`, `mirror` and `no_sync` make the
+            keeper.
 
     Attributes:
         parts: the argument of `make`.
@@ -73,13 +76,13 @@ class TorchModules:
     def before_run(self) -> None:
         """Mirror new modules before replicas compute.
 
-        Called by: every rank, in `run` and at `next` inside `replica()`.
+        Called by: every rank, in `run`, at the beginning of `replica()`, and at `next` of a distributed dataset in it.
         """
         if self.are_seen:
             self.get().before_run()
 
     def after_run(self) -> None:
-        """Tell the keeper that the replicas of this rank have computed."""
+        """Tell the keeper that a run on this rank has ended without an error. Called by: strategies with servers."""
         if self.made is not None:
             self.made.after_run()
 

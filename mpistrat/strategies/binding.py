@@ -31,14 +31,15 @@ def bind(
 ) -> tuple[str, ...]:
     """Return this rank's devices: `devices` if given, else one of the node's accelerators, else the CPU.
 
-    Also makes this rank's first accelerator the current one. If every rank uses a GPU, the communicator takes buffers
-    on GPUs from then on. If values on GPUs do not go through NCCL, rank 0 says so, unless `quiet` is true or the
-    program has chosen the CPU for some rank.
+    It also makes the rank's accelerator current, the first of `devices`. If every rank uses a GPU, the communicator
+    takes buffers on GPUs from then on. If it cannot send them by NCCL, rank 0 says so.
 
-    Called by: every rank of `communicator`.
+    Called by: every rank of `communicator`, in the constructor of a strategy.
     Args:
-        devices: the program's choice, or None. Ranks with a choice leave all accelerators to the other ranks.
+        devices: this rank's devices, if the program has chosen them, else None. The other ranks of the node then share
+            all its accelerators out.
         quiet: whether rank 0 says nothing about NCCL.
+    Returns: names such as "cuda:1", with the number of this process; ("cpu:0",) without an accelerator.
     """
     seen = seen_accelerators()
     # Accelerators are compared by name, because their numbers may differ between processes.
@@ -64,6 +65,8 @@ def bind(
 def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quiet: bool) -> None:
     """Let `communicator` take buffers on GPUs, if every rank uses a GPU. Called by: every rank.
 
+    Otherwise buffers go through host memory. Rank 0 then names a rank that sees no GPU, if another rank uses one.
+
     Args:
         gpus: the node and the name of each rank's GPU, in rank order; () for a rank that sees none; None for a rank
             where the program chose the host.
@@ -79,9 +82,10 @@ def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quie
 
 
 def bind_all(communicator: Communicator, topology: Topology) -> tuple[str, ...]:
-    """Return this rank's share of all accelerators of its node, or the CPU if there are none.
+    """Return this rank's share of all accelerators of its node, or the CPU if its share is empty.
 
     Every rank of the node gets equally many. Called by: every rank of `communicator`.
+    Returns: names such as ("cuda:0", "cuda:1"); ("cpu:0",) without accelerators.
     """
     ranks, of_ranks = _of_node(communicator, topology, seen_accelerators())
     share = share_all(of_ranks)[ranks.index(communicator.rank)]
@@ -91,9 +95,10 @@ def bind_all(communicator: Communicator, topology: Topology) -> tuple[str, ...]:
 def _of_node(
     communicator: Communicator, topology: Topology, seen: tuple[str, ...]
 ) -> tuple[list[int], list[tuple[str, ...]]]:
-    """Return the ranks of this node, and the names of the accelerators that each of them may take.
+    """Return the ranks of this node, in order, and for each of these ranks its argument `seen`.
 
     Called by: every rank.
+    Args: seen: the names of the accelerators that this rank may take.
     """
     seen_by_ranks = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
     ranks = [rank for rank, (node, _) in enumerate(seen_by_ranks) if node == topology.node]
@@ -106,8 +111,9 @@ def _tell_of_unused(
     """Say, once per process, how to use all accelerators of the node, if some are unused. Called by: rank 0.
 
     Args:
-        of_ranks: for each rank of the node, the accelerators that it may take.
-        shares: for each rank of the node, the number of the accelerator that it takes; None without one.
+        of_ranks: for each rank of the node, the names of the accelerators that it may take.
+        shares: for each rank of the node, the index in these names of the accelerator that it takes; None for no
+            accelerator.
     """
     global _has_told
     by_rank = zip(of_ranks, shares, strict=True)

@@ -23,20 +23,20 @@ class CentralStorageStrategy(Strategy):
     """Synchronous replicas on one node, with one copy of every variable. Each rank updates a part of the copy.
 
     The ranks share the memory of variables, of torch modules' parameters and of the sums of their gradients. They also
-    share the state of optimizers that update element by element. So m bytes of parameters cost m bytes per node, and
-    each rank has gradients of its own. A rank with several replicas computes them on its own copy of torch's
-    parameters.
+    share the state of optimizers that update element by element. So m bytes of parameters take m bytes per node, and
+    each rank has its own gradients beside them. A rank with several devices has its own copy of the parameters of torch
+    modules.
 
-    An update of a `Variable` is collective. Outside `run`, its operand must be equal on all ranks. A value that was
-    read before an update may show the new value afterwards.
+    An update of a `Variable` is collective. Outside `run`, the operand of the update must be equal on all ranks. An
+    array that was read from a variable before an update may show the new value afterwards.
 
     Called by: every rank of the job (or of `comm`), all on one node.
     Args:
         compute_devices: the devices of this rank's replicas. None: its share of all accelerators of the node, else one
-            CPU. Torch modules need ranks with one device each.
+            CPU. Ranks share the parameters of torch modules only if each rank has one device.
         parameter_device: the device of variables and of torch modules' parameters. None: the compute device if there is
-            only one, else "cpu:0". A replica gets values that it reads on its own device. A torch module computes on
-            the device of its parameters.
+            only one, else "cpu:0". A replica that reads a variable gets the value on the replica's device. A torch
+            module computes on the device of its parameters.
         comm: the mpi4py communicator of the ranks that take part; None: all ranks.
         communication_options: defaults of every collective, without a wire format.
         gradients: whether `backward()` leaves the "sum" or the "mean" of the replicas' gradients in `.grad`.

@@ -19,7 +19,7 @@ class DefaultReplicaContext(ReplicaContext):
 
 
 def _undefined(name: str, error: type[Exception], advice: str = "") -> Any:
-    """Return a property that raises `error`, because the default strategy does not define `name`."""
+    """Return a property `name` that raises `error` when it is read. The error's text ends with `advice`."""
 
     def refuse(extended: ReplicatedExtended) -> NoReturn:
         raise error(f"{name}: no strategy is in force{advice}")
@@ -31,7 +31,7 @@ _ENTER = "; enter a strategy's scope() first"
 
 
 class _DefaultExtended(ReplicatedExtended):
-    """Raises errors for questions about devices and programs, because no strategy has chosen them."""
+    """The default strategy's `extended`. Properties that depend on a chosen strategy raise errors."""
 
     worker_devices = _undefined("worker_devices", RuntimeError, _ENTER)
     parameter_devices = _undefined("parameter_devices", RuntimeError, _ENTER)
@@ -40,7 +40,7 @@ class _DefaultExtended(ReplicatedExtended):
 
 
 class _DefaultStrategy(Strategy):
-    """One replica on the CPU. Every operation returns its operand."""
+    """The strategy of a program that has entered none: one replica, so that every collective returns its operand."""
 
     is_default = True
 
@@ -72,9 +72,9 @@ _being_made = threading.RLock()
 
 
 def default_mode() -> Mode:
-    """Return the mode of a program outside every strategy; the first call makes the default strategy.
+    """Return the mode of a program outside every strategy: the default strategy and its only replica's context.
 
-    Called by: `context`, when the mode is first needed.
+    The first call makes the default strategy. Called by: `context`, when the mode is first needed, on any thread.
     """
     with _being_made:
         if "mode" not in vars(below_all):

@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _of_node(communicator: Communicator, node: int) -> Communicator:
-    """Split the ranks of this node off, once: MPI has few communicators to give. Called by: every rank."""
+    """Return a communicator of the ranks of `node`, this rank's node. Called by: every rank of `communicator`.
+
+    The result is cached, because MPI can make only few communicators.
+    """
     return communicator.split(node)
 
 
 @functools.cache
 @start_deadline("the division of all ranks into nodes")
 def _comm_of_node(node: int) -> MPI.Intracomm:
-    """Split the ranks of this node off as an mpi4py communicator, once. Called by: every rank of the job."""
+    """Return an mpi4py communicator of the ranks of `node`, this rank's node. Called by: every rank of the job.
+
+    The result is cached, because MPI can make only few communicators.
+    """
     world = MPIClusterResolver().comm
     return world.Split(node, world.rank)
 
@@ -42,7 +48,8 @@ class MirroredStrategy(Strategy):
     Called by: every rank of the node (or of `comm`).
     Args:
         devices: this rank's devices, one replica each, e.g. ["cpu:0", "cpu:1"]. None or []: one replica on the rank's
-            own device. Torch modules take the first device for all replicas.
+            own device: an accelerator of the node, or else the CPU. Torch modules take the first device for all
+            replicas.
         cross_device_ops: reduces values, and gradients in `backward()`, among this rank's replicas.
         comm: the mpi4py communicator of the ranks that take part; None: the ranks of this node.
         communication_options: defaults of every collective.

@@ -28,8 +28,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             is no `comm`, TF_CONFIG decides. MPI carries the bytes, so TF_CONFIG, or a resolver of another kind, is
             checked against MPI.
         communication_options: defaults of every collective.
-        devices: this rank's devices, one replica each. None: one replica on the rank's own device. Torch modules take
-            the first device for all replicas.
+        devices: this rank's devices, one replica each. None: one replica on the rank's own device: an accelerator of
+            the node, or else the CPU. Torch modules take the first device for all replicas.
         comm: the mpi4py communicator of the ranks that take part; None: all ranks.
         gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or the "mean"
             (like DDP) of the replicas' gradients in `.grad`. None: the first loss decides.
@@ -37,13 +37,13 @@ class MultiWorkerMirroredStrategy(Strategy):
             different collectives get wrong results or an error of MPI, or wait until the stall is reported.
         deterministic: whether results do not depend on how replicas are spread over ranks. Sums over replicas then have
             the same bits, each rank computes with OMP_NUM_THREADS threads, or with 1, and replica i reads part i of
-            each global batch. Ranks may have different numbers of devices. Otherwise the parts of a batch are dealt out
-            to the ranks in turn, as in TensorFlow; with one replica per rank both are the same.
-        shared_parameters: whether the ranks of a node keep one copy of the parameters of torch modules, on the CPU, of
-            their gradients and of the optimizer's state. Each rank then updates a slice, if the optimizer updates
-            element by element; with other optimizers each rank computes whole steps. If memory cannot be shared, each
-            rank has its own copy, and a warning says so. Parameters that lie in one storage stay in one storage, with a
-            copy on each rank. Needs one replica per rank.
+            each global batch. Ranks may have different numbers of devices. If False, the parts of a batch are dealt out
+            to the ranks in turn, as in TensorFlow; with one replica per rank this gives replica i part i, too.
+        shared_parameters: whether the ranks of a node keep one copy, on the CPU, of the parameters of torch modules, of
+            the gradients and of the optimizer's state. Each rank then updates a slice of the parameters, if the
+            optimizer updates element by element; with other optimizers each rank computes whole steps. If memory cannot
+            be shared, each rank has its own copy, and a warning says so. Parameters that are views of one storage are
+            not shared: they stay in one storage on each rank. Needs one replica per rank.
         torch_distributed: whether torch's default group is over the strategy's ranks: the program's group, or else a
             group of the backend "mpistrat" that the strategy makes. Libraries that ask torch.distributed, such as
             torchmetrics, then work over these ranks. Under `mpistrat run` a strategy makes the group without being

@@ -9,7 +9,7 @@ from mpistrat.strategy import Strategy
 
 
 class OneDeviceStrategy(Strategy):
-    """Runs everything on one device, with the same program that runs on many.
+    """One replica on one device, for a program that also runs on many devices. It communicates with no other rank.
 
     Args:
         device: "cpu", "cpu:0", "cuda:1", …

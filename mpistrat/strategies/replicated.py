@@ -8,7 +8,7 @@ from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 class ReplicatedExtended(StrategyExtended):
-    """The methods of strategies in which all ranks take part in everything."""
+    """The `extended` of a strategy that keeps no variables on parameter servers: all ranks take part in each step."""
 
     def check_destination(self, destinations: Any) -> None:
-        """Accept every destination, because each rank reduces to its own devices."""
+        """Accept every destination: each rank puts the result on its own devices. Raises nothing."""

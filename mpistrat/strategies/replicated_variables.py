@@ -32,7 +32,8 @@ class CopyPerReplica(VariableStore):
         num_copies: number of copies of each variable on this rank; None: one for each device.
 
     Attributes:
-        mirrored: the mirrored variables that the program still has, by the number of their making.
+        mirrored: the mirrored variables that the program still has. The keys number all mirrored variables from
+            0, in the order of their making.
     """
 
     mirrored: weakref.WeakValueDictionary[int, MirroredVariable]
@@ -91,7 +92,7 @@ class CopyPerReplica(VariableStore):
 
 
 class PlainVariables(VariableStore):
-    """Keeps the variables of a strategy of one replica. They are not wrapped."""
+    """Keeps the variables of a strategy of one replica: each is a `PlainVariable`, without copies."""
 
     def __init__(self, strategy: AnyStrategy, device: str) -> None:
         super().__init__((device,))
@@ -111,11 +112,11 @@ class PlainVariables(VariableStore):
 
 
 class CopyPerNode(VariableStore):
-    """Keeps one copy of each variable for the ranks of a node. All ranks read and update the copy.
+    """Keeps one copy of each variable for all ranks of a node. All these ranks read and update the copy.
 
     Args:
         device: the device that holds the copy.
-        readers: the devices of this rank's replicas. `run` brings the values that replicas read to these devices.
+        readers: the devices of this rank's replicas. A replica that reads a variable gets the value on its own device.
     """
 
     on_every_replica = False
@@ -146,5 +147,5 @@ class CopyPerNode(VariableStore):
 
 
 def _on_accelerator(value: arrays.Array, device: str) -> arrays.Array:
-    """Return `value` on `device` if that is an accelerator. Replicas of the host take `value` where it is."""
+    """Return `value` on `device`, if that is an accelerator. For a CPU, return `value` itself, wherever it is."""
     return value if device.startswith("cpu") else arrays.to_device(value, device)

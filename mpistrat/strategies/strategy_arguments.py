@@ -15,7 +15,9 @@ CHECKS = ("always", "never")
 
 @dataclasses.dataclass(frozen=True)
 class StrategyArguments:
-    """The arguments of a strategy's constructor. `MirroredStrategy` describes them.
+    """The arguments of a strategy's constructor, checked. The docstring of `MirroredStrategy` describes them.
+
+    `options` is its `communication_options`; the other names are the same.
 
     Raises: ValueError if an argument is of the wrong kind, or if `deterministic` excludes another argument.
     """
@@ -53,7 +55,7 @@ class StrategyArguments:
 
     @property
     def has_wire_format(self) -> bool:
-        """Whether the options ask to send sums with fewer bits."""
+        """Whether `options` ask for a wire format: to send sums with fewer bits than float32."""
         options = self.options
         return bool(options and (options.wire_dtype or options.wire_format))
 
@@ -90,7 +92,7 @@ class StrategyArguments:
             )
 
     def __str__(self) -> str:
-        """Return the arguments that must be equal on all ranks, as a text to compare."""
+        """Return the arguments that must be equal on all ranks, as a text that `strategy_parts.agree` compares."""
         text = f"gradients={self.gradients!r}"
         for name in ("shared_parameters", "torch_distributed"):
             if getattr(self, name):

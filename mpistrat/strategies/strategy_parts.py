@@ -42,23 +42,27 @@ def agree(
     asked: StrategyArguments,
     comm: Callable[[], Any] | None = None,
 ) -> ReplicaGroup:
-    """Agree with the other ranks on a strategy of class `what`, and share out cores and GPUs.
+    """Agree with the other ranks on a strategy of class `what`, and share out the node's cores and GPUs.
 
-    With `torch_distributed=True`, and under `mpistrat run`, torch's default group is over these ranks afterwards.
+    With `torch_distributed=True`, and under `mpistrat run`, torch's default group is over these ranks afterwards, if
+    `comm` is given.
 
-    Called by: every rank of `communicator`.
+    Called by: every rank of `communicator`, in the strategy's constructor.
     Args:
         what: the name of the strategy's class.
-        topology: the topology of these ranks, or of more ranks; then these ranks are one node's.
-        devices: this rank's devices, as the program gave them, or None.
+        topology: the topology of the ranks of `communicator`. If it has more ranks, `communicator` must have all
+            ranks of this node and no other ranks.
+        devices: this rank's devices, if the program has chosen them, else None.
         asked: the arguments of the strategy's constructor.
         comm: returns the mpi4py communicator of these ranks, for torch's default group; None: the strategy never makes
             that group.
-    Returns: the replicas that the strategy combines.
+    Returns: the replicas that the strategy combines, with this rank's devices.
     Raises:
-        CollectiveMismatchError: on all ranks, if they make different strategies.
+        CollectiveMismatchError: on all ranks, if they make different strategies, or, without `deterministic`, have
+            different numbers of devices.
         RuntimeError: on all ranks, with `torch_distributed=True`, if the program's default group is over other ranks.
-        ValueError: parameters are to be shared, and a rank has several replicas, or there is a wire format.
+        ValueError: parameters are to be shared, and this rank has several replicas, or there is a wire format or
+            `deterministic`.
     """
     replicas = 1 if devices is None else len(devices)
     if asked.shared_parameters:
@@ -93,10 +97,11 @@ def mirrored(
     *,
     ranks_are_workers: bool = False,
 ) -> ReplicatedExtended:
-    """Make the parts of a strategy with a copy of every variable on each replica.
+    """Return the `extended` of a strategy with a copy of every variable on each replica.
 
     Args:
-        ranks_are_workers: whether each rank reads for its own replicas. If False, all ranks together are one worker.
+        ranks_are_workers: whether each rank is a worker, a reader of input for its own replicas. If False, all ranks
+            together are one worker.
     """
     ops = CrossReplicaOps(group, asked.cross_device_ops, asked.options)
     variables = CopyPerReplica(strategy, ops, group.worker_devices)
@@ -108,7 +113,10 @@ def mirrored(
 def central_storage(
     strategy: Any, group: ReplicaGroup, parameter_device: str, asked: StrategyArguments
 ) -> ReplicatedExtended:
-    """Make the parts of a strategy with one copy of every variable for all replicas of a node."""
+    """Return the `extended` of a strategy with one copy of every variable, on `parameter_device`, per node.
+
+    Called by: the constructor of `CentralStorageStrategy`.
+    """
     ops = CrossReplicaOps(group, options=asked.options)
     variables = CopyPerNode(strategy, ops, parameter_device, group.worker_devices)
     plan = input_plan(group, False, partial_steps=False, per_replica=True)
@@ -118,7 +126,10 @@ def central_storage(
 
 
 def one_replica(strategy: Any, device: str) -> Parts:
-    """Make the parts of a strategy with one replica. Its values are never wrapped, and its variables are plain."""
+    """Return the parts of a strategy with one replica on `device`. Values and variables are not wrapped.
+
+    Called by: `OneDeviceStrategy` and the default strategy. Sends nothing.
+    """
     group = ReplicaGroup(LocalCommunicator(), (device,), (1,))
     plan = input_plan(group, False, partial_steps=False)
     replicas = Replicas(strategy, group, CrossReplicaOps(group))
@@ -148,9 +159,11 @@ def input_plan(
     """Return the plan by which this rank reads its input.
 
     Args:
-        ranks_are_workers: whether each rank reads for its own replicas. If False, all ranks together are one worker.
-        partial_steps: whether a dataset makes a step as long as any replica has data.
-        per_replica: whether an input function may be called once for each replica.
+        ranks_are_workers: whether each rank is a worker, a reader of input for its own replicas. If False, all ranks
+            together are one worker.
+        partial_steps: whether an epoch goes on as long as any replica has data; replicas without data get batches of no
+            examples.
+        per_replica: whether a dataset function may be called once for each replica.
     """
     ranks, rank = group.communicator.size, group.communicator.rank
     total, k, first = group.num_replicas_in_sync, group.num_local_replicas, group.first_replica_id
@@ -162,7 +175,10 @@ def input_plan(
 
 
 def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> TorchModules:
-    """Return a keeper that makes parameters and buffers of torch modules equal on all replicas."""
+    """Return a `TorchModules` for a strategy that keeps parameters and buffers of modules equal on all replicas.
+
+    Args: shared_parameters: whether the ranks of a node share one copy of the parameters.
+    """
 
     def make(parts: ModuleParts) -> Any:
         from mpistrat.pytorch.mirroring import Mirroring

@@ -19,13 +19,14 @@ def share_cores(
 ) -> int | None:
     """Set the number of torch's intra-op threads to this rank's share of the cores that it may run on.
 
-    Without it, each rank that is not bound to cores would start a thread for every core of the node. The program's own
-    setting (OMP_NUM_THREADS, …) stays, and a single rank keeps torch's choice.
+    Torch by itself starts a thread for every core of the node on each rank that is not bound to cores. The program's
+    own setting (OMP_NUM_THREADS, …) stays, and a single rank keeps torch's choice.
 
-    Called by: every rank of `communicator`.
+    Called by: every rank of `communicator`, in the constructor of a strategy.
     Args:
-        deterministic: whether all ranks need the same number of threads on any number of ranks: OMP_NUM_THREADS, or 1.
-    Returns: the number of threads; None without `deterministic`.
+        deterministic: whether the number of threads must not depend on the number of ranks: it is then OMP_NUM_THREADS,
+            or 1.
+    Returns: the number of threads, equal on all ranks, with `deterministic`; else None.
     Raises: CollectiveMismatchError, on all ranks, if `deterministic` or its number of threads differs between ranks.
     """
     global announced
@@ -38,7 +39,7 @@ def share_cores(
     if fixed is not None:
         _set_threads(fixed)
         return fixed
-    if communicator.size == 1 or users_threads():  # of this rank; other ranks may have none
+    if communicator.size == 1 or users_threads():  # other ranks may have none
         return None
     local = [set(cpus) for node, cpus, _ in affinities if node == topology.node]
     threads = intra_op_threads(affinity, local)

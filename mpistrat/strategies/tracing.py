@@ -12,11 +12,13 @@ from mpistrat.trace import spans
 
 
 def trace_ranges(communicator: Communicator) -> None:
-    """Show the strategy's ranges on the timeline of the communicator's calls.
+    """Let the strategy record its ranges (the times of runs, steps and `next`) on the communicator's timeline.
 
-    A single rank without a timeline begins one, if MPISTRAT_TRACE names a folder.
+    The timeline is this rank's part of a trace, with the times of its collectives. Without one this does nothing; but a
+    job of one rank begins a timeline, if MPISTRAT_TRACE names a folder.
 
-    Raises: TopologyError if that rank cannot write to the folder.
+    Called by: each rank, in the constructor of a strategy of ranks (`strategy_parts.agree`).
+    Raises: TopologyError if the only rank cannot write to the folder.
     """
     timeline = communicator.contract.timeline
     if timeline is None:
