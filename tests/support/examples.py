@@ -16,10 +16,11 @@ from typing import Any
 
 REFERENCE = Path(__file__).parents[2] / "docs/api"
 # What an example may need that one rank on a CPU lacks. Such an example is shown and does not run.
-NEEDS = ("several ranks", "several nodes", "GPUs", "NCCL", "a TPU", "Slurm", "Kubernetes")
+NEEDS = ("several ranks", "several nodes", "a TPU", "Slurm", "Kubernetes", "Google Cloud")
 
 _DIRECTIVE = re.compile(
-    r"^\.\. (currentmodule|autoclass|autofunction|automodule):: (\S+)(\n   :inherited-members:.*)?",
+    r"^\.\. (currentmodule|autoclass|autofunction|automodule):: (\S+)"
+    r"(?:\n   (:inherited-members:) *(.*))?",
     re.M,
 )
 _EXAMPLE = re.compile(r"^( *)Example(?:, (?:on|with|under) (.*?))?:(:?)\n((?:\1 +.*\n|\n)+)", re.M)
@@ -32,20 +33,28 @@ class PublicName:
     Attributes:
         path: its module and its name: "mpistrat.Strategy".
         inherits: whether the page shows the members of its bases with it.
+        until: names of the first bases whose members it does not show.
     """
 
     path: str
     thing: Any
     inherits: bool = False
+    until: tuple[str, ...] = ()
 
     def members(self) -> dict[str, str]:
-        """The docstrings of the public methods and properties that the page shows here, by name; none of a function."""
+        """The docstrings of the public methods and properties that the page shows here, by name; none of a function.
+
+        An override has the docstring of the method that it overrides if it has none of its own.
+        """
         if not inspect.isclass(self.thing):
             return {}
-        shown = dict(_members(self.thing))
-        for base in self.hidden_bases() if self.inherits else ():
-            shown = dict(_members(base)) | shown
-        return shown
+        owners = [self.thing]
+        if self.inherits:
+            names = [owner.__name__ for owner in self.thing.__mro__]
+            end = min((names.index(name) for name in self.until), default=len(names))
+            owners += [base for base in self.hidden_bases() if base in self.thing.__mro__[:end]]
+        names_of_members = dict.fromkeys(name for owner in owners for name in _members(owner))
+        return {name: _docstring_of(self.thing, name) for name in names_of_members}
 
     def hidden_bases(self) -> list[type]:
         """The package's classes among its bases that have no entry of their own."""
@@ -62,13 +71,21 @@ class PublicName:
         return [example for docstring in docstrings for example in examples_of(docstring)]
 
 
-def _members(owner: type) -> Iterator[tuple[str, str]]:
+def _members(owner: type) -> Iterator[str]:
     for name, member in vars(owner).items():
         inner = getattr(member, "__func__", getattr(member, "func", member))
-        docstring = inspect.getdoc(inner)
-        is_called = inspect.isroutine(inner) or isinstance(inner, property)
-        if docstring and is_called and not name.startswith("_"):
-            yield name, docstring
+        if (inspect.isroutine(inner) or isinstance(inner, property)) and not name.startswith("_"):
+            yield name
+
+
+def _docstring_of(owner: type, name: str) -> str:
+    """That of the first class in the order of resolution whose attribute has one."""
+    for base in owner.__mro__:
+        member = vars(base).get(name)
+        inner = getattr(member, "__func__", getattr(member, "func", member))
+        if docstring := getattr(inner, "__doc__", None):
+            return inspect.cleandoc(docstring)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -92,10 +109,9 @@ class Example:
         return "".join(part.source for part in doctest.DocTestParser().get_examples(self.code))
 
     def names(self) -> set[str]:
-        """The names and the attributes that it uses."""
+        """The attributes that it uses: methods and properties."""
         nodes = list(ast.walk(ast.parse(self.program())))
-        names = {node.id for node in nodes if isinstance(node, ast.Name)}
-        return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def examples_of(docstring: str) -> list[Example]:
@@ -117,7 +133,7 @@ def public_names() -> tuple[PublicName, ...]:
 
 def _described(page: str) -> Iterator[PublicName]:
     module = "mpistrat"
-    for directive, target, inherits in _DIRECTIVE.findall(page):
+    for directive, target, inherits, until in _DIRECTIVE.findall(page):
         if directive == "currentmodule":
             module = target
         elif directive == "automodule":
@@ -127,4 +143,5 @@ def _described(page: str) -> Iterator[PublicName]:
         else:
             path = target if target.startswith("mpistrat.") else f"{module}.{target}"
             owner, _, name = path.rpartition(".")
-            yield PublicName(path, getattr(importlib.import_module(owner), name), bool(inherits))
+            thing = getattr(importlib.import_module(owner), name)
+            yield PublicName(path, thing, bool(inherits), tuple(re.findall(r"\w+", until)))

@@ -2,12 +2,12 @@
 
     cd tests; python -m support.matching FOLDER [--of ROOM ...]
 
-The seed is the hash of the commit that is checked out, so a draw can be repeated. It draws 60 of the docstrings of at
-least 20 words, in six sheets of ten. For each sheet it writes into FOLDER:
+The seed is the hash of the commit that is checked out, without changes, so a draw can be repeated. It draws 60 of the
+docstrings of at least 20 words, in six sheets of ten. For each sheet it writes into FOLDER:
 
 - `sheet-N-docstrings.txt`: ten docstrings, A to J, without examples;
-- `sheet-N-bodies.txt`: their ten bodies in another order, 1 to 10, without docstrings and comments, and with names
-  removed: each name that the body defines, and the function's own, becomes `n1`, `n2`, …;
+- `sheet-N-bodies.txt`: their ten bodies in another order, 1 to 10, without docstrings, comments, annotations and
+  texts, and with names removed: each name that the body defines, and the function's own, becomes `n1`, `n2`, …;
 - `sheet-N-code.txt`: the ten functions in the order of the docstrings, with names and without docstrings, for the
   person who writes a question about each;
 - `sheet-N-key.txt`: the pairs.
@@ -19,12 +19,13 @@ import argparse
 import ast
 import random
 import re
+import string
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.house import Module, modules, prose
+from support.house import PACKAGE, Module, modules, prose
 
 WORDS = 20
 SHEETS, PER_SHEET = 6, 10
@@ -63,13 +64,23 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 
 
 class _Renamed(ast.NodeTransformer):
+    """Replaces names, leaves out annotations, and makes each text "…"."""
+
     def __init__(self, numbers: dict[str, str]) -> None:
         self._numbers = numbers
 
     def visit(self, node: ast.AST) -> ast.AST:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text or isinstance(node, ast.JoinedStr):
+            return ast.Constant("…")
         for field in ("id", "arg", "attr", "name"):
             if isinstance(name := getattr(node, field, None), str):
                 setattr(node, field, self._numbers.get(name, name))
+        if isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(...)
+        for field in ("annotation", "returns"):
+            if not isinstance(node, ast.AnnAssign) and hasattr(node, field):
+                setattr(node, field, None)
         return super().visit(node)
 
 
@@ -95,33 +106,47 @@ def documented(some: list[Module]) -> list[Documented]:
     return found
 
 
+def sheets(seed: str, entries: list[Documented]) -> list[dict[str, str]]:
+    """The texts of each sheet, by the last word of their files' names. Raises: ValueError for too few entries."""
+    if len(entries) < SHEETS * PER_SHEET:
+        raise ValueError(f"expected {SHEETS * PER_SHEET} docstrings or more, got {len(entries)}")
+    drawn = random.Random(seed)
+    chosen = drawn.sample(entries, SHEETS * PER_SHEET)
+    return [_sheet(drawn, chosen[i : i + PER_SHEET]) for i in range(0, len(chosen), PER_SHEET)]
+
+
+def _sheet(drawn: random.Random, entries: list[Documented]) -> dict[str, str]:
+    order = drawn.sample(range(PER_SHEET), PER_SHEET)
+    numbers = [order.index(i) + 1 for i in range(PER_SHEET)]
+    lettered = list(zip(string.ascii_uppercase, entries, strict=False))
+    rule = "=" * 60
+    parts = {
+        "docstrings": [f"{rule} {letter}\n{entry.docstring}\n" for letter, entry in lettered],
+        "bodies": [f"{rule} {k + 1}\n{entries[i].body()}\n" for k, i in enumerate(order)],
+        "code": [f"{rule} {letter} {entry.place}\n{entry.code}\n" for letter, entry in lettered],
+        "key": [f"{x} {n} {e.place}\n" for (x, e), n in zip(lettered, numbers, strict=True)],
+    }
+    return {kind: "\n".join(some) for kind, some in parts.items()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--of", nargs="+", default=[""], help="begins of modules' names")
     arguments = parser.parse_args()
-    here = Path(__file__).parent
-    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=here, text=True).strip()
-    drawn = random.Random(commit)
+    if changed := _git("status", "--porcelain", str(PACKAGE)):
+        parser.error(f"the seed is a commit: commit these changes first\n{changed}")
+    commit = _git("rev-parse", "HEAD")
     some = [module for module in modules() if module.name.startswith(tuple(arguments.of))]
-    chosen = drawn.sample(documented(some), SHEETS * PER_SHEET)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    for sheet in range(SHEETS):
-        entries = chosen[sheet * PER_SHEET : (sheet + 1) * PER_SHEET]
-        order = drawn.sample(range(PER_SHEET), PER_SHEET)
-        letters = "ABCDEFGHIJ"
-        rule = "=" * 60
-        files = {
-            "docstrings": [f"{rule} {letters[i]}\n{e.docstring}\n" for i, e in enumerate(entries)],
-            "bodies": [f"{rule} {k + 1}\n{entries[i].body()}\n" for k, i in enumerate(order)],
-            "code": [f"{rule} {letters[i]} {e.place}\n{e.code}\n" for i, e in enumerate(entries)],
-            "key": [
-                f"{letters[i]} {order.index(i) + 1} {e.place}\n" for i, e in enumerate(entries)
-            ],
-        }
-        for kind, parts in files.items():
-            (arguments.folder / f"sheet-{sheet + 1}-{kind}.txt").write_text("\n".join(parts))
+    for number, texts in enumerate(sheets(commit, documented(some)), 1):
+        for kind, text in texts.items():
+            (arguments.folder / f"sheet-{number}-{kind}.txt").write_text(text, encoding="utf-8")
     print(f"{SHEETS * PER_SHEET} docstrings drawn by commit {commit}")
+
+
+def _git(*words: str) -> str:
+    return subprocess.check_output(["git", *words], cwd=PACKAGE, text=True).strip()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ import ast
 import doctest
 import inspect
 import operator
+import re
+import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,23 @@ from support.examples import NEEDS, Example, PublicName, examples_of, public_nam
 NAMES = {name.path: name for name in public_names()}
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 LINES = range(2, 7)
+SECONDS = 60
+MEMBERS = {member for name in NAMES.values() for member in name.members()}
+ATTRIBUTES = {  # of data classes, and under "Attributes:"
+    attribute
+    for name in NAMES.values()
+    for attribute in [
+        *getattr(name.thing, "__annotations__", ()),
+        *re.findall(r"^ *(?:Attributes: *)?(\w+):", name.docstring(), re.M),
+    ]
+}
+OF_OTHERS = {"backward", "close", "manual_seed", "mean", "random"}  # torch's and Python's
+
+
+@pytest.fixture(scope="module")
+def seconds() -> list[float]:
+    """How long the examples have taken, one after the other."""
+    return []
 
 
 @pytest.fixture(params=NAMES)
@@ -25,6 +45,18 @@ def name(request: pytest.FixtureRequest) -> PublicName:
 
 def test_it_has_an_example(name: PublicName) -> None:
     assert examples_of(name.docstring()), f"the docstring of {name.path} has no `Example:`"
+
+
+def test_each_method_has_a_docstring(name: PublicName) -> None:
+    """The reference leaves out a method without one."""
+    missing = [member for member, docstring in name.members().items() if not docstring]
+    assert not missing, f"{name.path} has methods without a docstring: {missing}"
+
+
+def test_each_example_has_a_heading_that_is_known(name: PublicName) -> None:
+    for docstring in (name.docstring(), *name.members().values()):
+        headings = re.findall(r"^ *Examples?\b.*:$", docstring, re.M)
+        assert len(headings) == len(examples_of(docstring)), headings
 
 
 def test_each_method_is_in_an_example(name: PublicName) -> None:
@@ -39,15 +71,21 @@ def test_examples_are_short(name: PublicName) -> None:
         assert len(lines) in LINES, example.code
 
 
-def test_examples_run(name: PublicName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(
+    name: PublicName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: list[float]
+) -> None:
     monkeypatch.chdir(tmp_path)
     failures: list[str] = []
+    began = time.perf_counter()
     for example in name.examples():
         if example.runs:
             names = {"ms": ms, "np": np, "torch": torch}
             test = doctest.DocTestParser().get_doctest(example.code, names, name.path, None, 0)
-            doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=failures.append)
+            result = doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=failures.append)
+            assert result.attempted, f"no line begins with >>> in\n{example.code}"
     assert not failures, "".join(failures)
+    seconds.append(time.perf_counter() - began)
+    assert sum(seconds) < SECONDS, "all examples together take too long"
 
 
 def test_examples_that_do_not_run_say_why_and_name_what_exists(name: PublicName) -> None:
@@ -55,8 +93,17 @@ def test_examples_that_do_not_run_say_why_and_name_what_exists(name: PublicName)
         if not example.runs:
             assert example.needs in NEEDS, (example.needs, example.code)
             for node in ast.walk(ast.parse(example.code)):
-                if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ms."):
-                    assert operator.attrgetter(ast.unparse(node)[3:])(ms), ast.unparse(node)
+                if isinstance(node, ast.Attribute):
+                    assert exists(node), ast.unparse(node)
+
+
+def exists(node: ast.Attribute) -> bool:
+    text = ast.unparse(node)
+    if re.fullmatch(r"(ms|np|torch)(\.\w+)+", text):
+        return (
+            operator.attrgetter(text)(types.SimpleNamespace(ms=ms, np=np, torch=torch)) is not None
+        )
+    return node.attr in MEMBERS | ATTRIBUTES | OF_OTHERS
 
 
 def test_no_base_class_is_a_dead_end(name: PublicName) -> None:
@@ -87,5 +134,5 @@ def test_an_example_is_found() -> None:
     runs, shown = examples_of(inspect.cleandoc(docstring))
     assert runs == Example(">>> for x in (1, 2):\n...     print(x + 1)\n2\n3\n", "", runs=True)
     assert shown == Example("add(1)\nadd.all(2)\n", "a TPU", runs=False)
-    assert shown.names() == {"add", "all"}
-    assert runs.names() == {"x", "print"}
+    assert shown.names() == {"all"}
+    assert runs.names() == set()
