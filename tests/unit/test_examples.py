@@ -3,6 +3,7 @@
 import ast
 import doctest
 import inspect
+import itertools
 import operator
 import re
 import time
@@ -104,6 +105,19 @@ def exists(node: ast.Attribute) -> bool:
             operator.attrgetter(text)(types.SimpleNamespace(ms=ms, np=np, torch=torch)) is not None
         )
     return node.attr in MEMBERS | ATTRIBUTES | OF_OTHERS
+
+
+def test_text_after_a_section_begins_a_paragraph(name: PublicName) -> None:
+    """Without a blank line, the reference would show it as the end of the section."""
+    section = re.compile(
+        r"([A-Z][A-Z_]+|Args|Attributes|Called by|Context|Made by|Raises|Returns|Example\b.*):"
+    )
+    for docstring in (name.docstring(), *name.members().values()):
+        lines = docstring.splitlines()
+        for before, line in itertools.pairwise(lines):
+            in_section = before.startswith("    ") or section.match(before)
+            begins = line and not line.startswith((" ", ")"))
+            assert not (in_section and begins) or section.match(line), line
 
 
 def test_no_base_class_is_a_dead_end(name: PublicName) -> None:
