@@ -153,7 +153,7 @@ def _view(array: arrays.Array, place: np.ndarray) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array in the memory of a file that was read.
+    """One array of a checkpoint file that `parse` has read. Its values are a view of the file's bytes in memory.
 
     Attributes:
         dtype: torch's name of the dtype, or `numpy.dtype.str` if the format has no code for it.
@@ -166,11 +166,11 @@ class StoredArray:
     data: np.ndarray
 
     def array(self) -> np.ndarray:
-        """Return a NumPy array in the memory of `data`. Raises: ValueError or TypeError if NumPy has no such dtype."""
+        """Return a NumPy array, a view of `data`. Raises: ValueError or TypeError if NumPy has no such dtype."""
         return self.data.view(_numpy_dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> Any:
-        """Return a torch tensor on the CPU, in the memory of `data`.
+        """Return a torch tensor on the CPU, a view of `data`.
 
         Raises: ValueError or RuntimeError if this version of torch has no such dtype.
         """
@@ -193,7 +193,7 @@ def torch_dtype(name: str) -> Any:
 
 
 def parse(content: np.ndarray) -> dict[str, StoredArray]:
-    """Return the arrays of a file, by name, in the memory of `content`.
+    """Return the arrays of a file, by name. Their data are views of `content`, not copies.
 
     Args:
         content: the bytes of the file, uint8[n].

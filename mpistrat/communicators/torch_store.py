@@ -32,7 +32,7 @@ WARNING, ERROR = 1, 2  # levels of torch's C++ log
 
 
 class Ranks:
-    """The ranks of a communicator, and the nodes that they are on.
+    """The ranks of a communicator and their nodes: the members of a torch store (torch.distributed's key-value server).
 
     Attributes:
         comm: the communicator of mpi4py; None for one rank without MPI.
@@ -49,7 +49,10 @@ class Ranks:
 
     @functools.cached_property
     def address(self) -> str:
-        """The address of rank 0's node that all ranks reach. Its first use is collective over the ranks."""
+        """The address of rank 0's node that all ranks reach; the loopback address on one node.
+
+        On several nodes, all ranks must read it together the first time, because that is collective.
+        """
         return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
 
 

@@ -34,7 +34,8 @@ class Allowed:
 def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -> Allowed:
     """Return the tightest limits of this process's control groups and of the groups that contain them. No errors.
 
-    For memory, the tightest limit is the one that leaves the fewest bytes.
+    The CPU limit is the lowest one. The memory limit and the memory in use are both of the group with the least memory
+    left (limit - use), even if another group has a lower limit.
     Args: groups, mounts: other places than the kernel's, for tests.
     """
     cpus: list[float] = []

@@ -300,7 +300,10 @@ def _has_tensors(module: Module) -> bool:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has no values yet: it is a lazy module's before its first forward, or on the device "meta"."""
+    """Whether `tensor` has no values yet: a lazy tensor before the module's first forward, or one on the device "meta".
+
+    Mirroring skips such a tensor, and looks at its module again in the next run.
+    """
     return is_lazy(tensor) or tensor.is_meta
 
 

@@ -109,7 +109,7 @@ class CommunicatorPools:
         self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # ranks in the job
         mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
         watch = job_end().records.watch_of(self._private, name)
-        # The contracts (they record calls and waits) for `meeting`, by the ranks that meet.
+        # The contracts (they record calls and waits) for `meeting`, by the ranks in `comm` that wait for each other.
         self._contracts = {self._all: Contract(mpi, name, watch, "never")}
         job_end().watch(self._contracts[self._all], self._private)
 
@@ -158,10 +158,11 @@ class CommunicatorPools:
             yield
 
     def _contract_of(self, members: tuple[int, ...]) -> Contract:
-        """Return the contract (the object that records and checks calls) for meetings of `members`, made once.
+        """Return the contract (the object that records and checks calls) with which `members` wait for each other.
 
-        The members need no communicator yet. Not collective.
-        Args: members: ranks in `comm`.
+        Each rank makes it at the first call for these members, and keeps it. Not collective: no communicator of the
+        members is needed.
+        Args: members: ranks in `self.comm`; neither numbers of MPI.COMM_WORLD nor torch's ranks.
         """
         if members not in self._contracts:
             of_all, numbers = self._contracts[self._all], [self._numbers[each] for each in members]

@@ -40,9 +40,9 @@ def initial_array(
 
 
 class ShardInfo(NamedTuple):
-    """Tells an initial function which part of a split variable to make, as in TensorFlow.
+    """Tells a variable's initializer to return only one part of a split variable, as in TensorFlow.
 
-    `shape` is the part's shape, `offset` the index of its first element in the whole variable.
+    `shape` is the part's shape, `offset` the index of the part's first element in the whole variable.
     """
 
     shape: tuple[int, ...]

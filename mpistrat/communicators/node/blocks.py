@@ -86,7 +86,8 @@ class Blocks(Exchange):
     def exchange(self, place: int) -> list[int]:
         """Return the integers `place` of all ranks, in rank order. Collective.
 
-        Called by: `Window.find`. All ranks must have called `tick` once more before `exchange` is called again.
+        Called by: `Window.find`. Between two calls of `exchange`, all ranks must call `tick` (wait for all ranks) once,
+        besides the tick inside `exchange`. Else a fast rank would overwrite its `place` before others have read it.
         """
         self._words[self.rank][_PLACE] = place
         self.tick()

@@ -198,9 +198,10 @@ class HierarchicalTransport(Transport, NodeMemory):
         return [first for first, place in of_ranks if place == self.node.rank]
 
     def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
-        """Divide `tree`, an order of additions over all ranks.
+        """Divide `tree`, an order of additions over all ranks, into two phases.
 
-        Returns: the tree over this node's ranks, and the tree over the nodes' sums, for `across`.
+        Returns: the order of additions over this node's ranks; the order of additions over the nodes' sums, with the
+            nodes in the order of the ranks of `across`, the communicator between the nodes.
         """
         if tree not in self._parts:
             nodes: dict[int, list[int]] = {}

@@ -103,8 +103,8 @@ class WatchedCalls(Protocol):
         waiting_in: the collective that this rank is in (its text describes it); None outside of collectives.
         called_at: the line of the program that called this rank's last collective: "train.py:33 in main".
         raising: the error of this rank that all ranks are to raise, while this rank waits to tell them; else None.
-        watch: the communicator's part of the ranks' records.
-        parts: the calls on communicators that were made from this communicator.
+        watch: the communicator's watch, this rank's entry for it in shared memory, where other processes see the calls.
+        parts: one object like this for each communicator that was made from this communicator.
     """
 
     name: str

@@ -55,12 +55,16 @@ class Resource:
 
 
 class PerWorker:
-    """A value with a part on each worker. A scheduled function gets the part of the worker that executes it."""
+    """The coordinator's handle of a value that each worker has its own part of: a base class.
+
+    A user passes it to `schedule`. The function gets, in its place, the part of the worker that executes it. The worker
+    makes this part on first use and keeps it; the coordinator has only the `Resource`, the functions that make parts.
+    """
 
     _resource: Resource
 
     def resource(self, table: ResourceTable) -> Resource:
-        """Return the resource that makes the workers' parts."""
+        """Return the resource that makes the workers' parts. Called by: `ResourceTable.pack`, to pickle a closure."""
         return self._resource
 
 

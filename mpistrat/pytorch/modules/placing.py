@@ -124,8 +124,8 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
     """Let `module(…)` take tensors on other devices, as long as its first parameter is on `device`.
 
     A call moves the tensors in its arguments to `device`, and the results to the device that the first argument tensor
-    was on. So a program can evaluate outside `run`, where nothing moves batches, without code for devices. A call with
-    any tensor on `device`, as inside `run`, moves nothing.
+    was on. A program can then evaluate outside `run` without moving batches to devices itself. A call with any tensor
+    on `device`, as inside `run`, moves nothing.
     """
 
     def around(

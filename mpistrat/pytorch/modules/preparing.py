@@ -32,12 +32,13 @@ _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Module]:
-    """Return the modules that `prepare` has to mirror: made outside the scope, or with a tensor that is not mirrored.
+    """Return the modules that `prepare` has to mirror.
 
+    They were made outside the strategy's scope, or have a parameter or buffer that is not mirrored.
     Args:
-        owner: the modules of the strategy.
+        owner: the strategy's record of its modules.
         modules: the modules to look at.
-    Returns: each module once, in their order; empty if all are mirrored.
+    Returns: each such module once, in the order of `modules`; [] if all are mirrored.
     """
     return [
         module
@@ -54,7 +55,7 @@ def check_optimizers(
     """Check that each optimizer trains the modules that are given to `prepare` with it.
 
     Args:
-        owner: the modules of the strategy.
+        owner: the strategy's record of its modules.
         modules: the modules in the same call of `prepare`.
     Raises: ValueError if an optimizer has a trainable parameter that is not in `modules`, not mirrored and no DTensor;
         or if no trainable parameter of it is in `modules`, though there are some.

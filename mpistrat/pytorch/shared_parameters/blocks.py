@@ -154,7 +154,9 @@ class Block:
 
 
 class Settling:
-    """Makes the ranks' views of shared memories equal: each slice gets the values that its owner, a rank, has written.
+    """Makes the ranks' views of shared memories equal: in each slice, all see the values that its owner has written.
+
+    Each rank owns one slice of a memory.
 
     Between `begin` and `end` only the owner of a slice may write it.
     Args: why: words for the reason, in the labels of the two barriers.
@@ -165,9 +167,11 @@ class Settling:
         self._written: list[tuple[CommonMemory, View, np.ndarray]] = []
 
     def begin(self, memories: Iterable[tuple[CommonMemory, View]]) -> None:
-        """Wait for all ranks, then copy this rank's writes in its own slices to the shared memory. Collective.
+        """Wait for all ranks, then publish this rank's slice of each memory to the shared memory. Collective.
 
-        Args: memories: pairs of a memory and this rank's view of it. Views may still show older values afterwards.
+        Only pages that this rank has written through its view are copied. Until `end`, the view keeps showing the
+        rank's own writes, also in slices of other ranks.
+        Args: memories: pairs of a memory and this rank's copy-on-write view of it.
         """
         self._written = [(memory, view, view.written()) for memory, view in memories]
         # Wait for all ranks: another rank may still read parameters.

@@ -58,7 +58,8 @@ def look(driver: Driver) -> Gpus:
     """Return the GPUs and the NCCL that a child process sees when it imports torch and CuPy.
 
     A child process does it, because the import may crash or hang. Its failure is in `torch_error` of the result.
-    Args: driver: if CUDA's driver hangs, no child is started.
+    Called by: the first rank on each node, for its node.
+    Args: driver: if CUDA's driver hangs, no child is started, and `torch_error` says so.
     """
     if driver.hangs:  # every question would take its full time limit while the other ranks wait
         return Gpus(torch_error="not asked: CUDA's driver hangs")
