@@ -118,9 +118,10 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
 
 
 def level_of_log() -> ctypes.c_int:
-    """Return the variable in torch's library with the lowest level that its C++ log writes. To set it changes the log.
+    """Return the variable in torch's C++ library that holds the lowest level that the C++ log writes.
 
-    Returns: a new variable that torch never reads, if this torch does not export its own.
+    Returns: torch's own variable: the caller sets its `value` to change the log. If this torch does not export it, a
+        new variable, so that setting it has no effect.
     """
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))

@@ -36,7 +36,8 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
 
     The CPU limit is the lowest one. The memory limit and the memory in use are both of the group with the least memory
     left (limit - use), even if another group has a lower limit.
-    Args: groups, mounts: other places than the kernel's, for tests.
+    Args: groups, mounts: the file that lists the process's groups, and the groups' folder; tests give their own.
+    Returns: None for a limit that no group sets.
     """
     cpus: list[float] = []
     memory: list[tuple[int, int]] = []
@@ -58,9 +59,9 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
 
 
 def most_memory() -> float:
-    """Return the bytes that this process could have if it ran alone: the control group's limit, or RAM plus swap.
+    """Return the most bytes of memory that this process could have if it ran alone on the machine.
 
-    The lesser of the two; infinite if neither is known.
+    Returns: the control groups' limit or RAM plus swap, the lesser of the two; infinity if neither is known.
     """
     group = allowed()
     known = [group.memory] if group.memory is not None else []

@@ -34,7 +34,9 @@ _BYTES_PER_BROADCAST = 1 << 27
 
 
 class Mirroring(StrategyModules):
-    """The torch modules of a strategy that keeps parameters and buffers equal on all replicas.
+    """Keeps the parameters and buffers of a strategy's torch modules equal on all replicas.
+
+    The strategy calls it at the end of `scope()`, before each `run`, and for `mirror` and `prepare`.
 
     Args:
         parts: the strategy's communicator, replicas, options and rule for gradients.

@@ -74,7 +74,10 @@ class _Pool:
     free: dict[int, GroupCommunicators] = field(default_factory=dict)
 
     def take(self) -> GroupCommunicators:
-        """Return communicators that all ranks have given back, without messages under way, or new ones. Collective."""
+        """Return communicators that all ranks have given back and that have no messages under way; else new ones.
+
+        Collective over the ranks of `comm`. A group of one rank gets a `LocalCommunicator`, without messages.
+        """
         if self.comm.size == 1:
             return GroupCommunicators(0, LocalCommunicator())
         free = {n: sent for n, used in self.free.items() if (sent := used.on_their_way) is not None}
@@ -94,7 +97,7 @@ class _Pool:
 
 
 class CommunicatorPools:
-    """The communicators of all process groups of a program, in a pool for each sequence of ranks.
+    """Lends communicators to the process groups of a program, and keeps a pool of them for each sequence of ranks.
 
     The constructor is collective over the ranks of `comm`.
     Args: comm: the MPI communicator of the default group's ranks.

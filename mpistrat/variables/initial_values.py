@@ -68,7 +68,7 @@ def _parameters(fn: Any) -> Set[str]:
 def called_for_part(
     fn: Callable[..., Any], dtype: Any, shape: tuple[int, ...], first: int = 0
 ) -> arrays.Array:
-    """Call an initial function for a part of a variable, and return the part as an array.
+    """Call a variable's initializer for one part (some rows) of the variable, and return the part as an array.
 
     Args:
         fn: a function for which `takes_parts` is true.

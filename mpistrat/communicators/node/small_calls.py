@@ -148,8 +148,8 @@ class _NodeSlot:
 class _Sized(SmallCall):
     """A call with buffers that may differ in size between ranks: each rank writes `numbers` (sizes) before its bytes.
 
-    `numbers` has the same length on all ranks. A rank with a buffer of more than LARGEST bytes writes only `numbers`; all
-    ranks then see that, and leave the call to a transport.
+    `numbers` has the same length on all ranks. A rank with a buffer of more than LARGEST bytes writes only `numbers`;
+    all ranks then see that, and leave the call to a transport.
     """
 
     def __init__(self, slots: SharedSlots, operands: Operands, numbers: Sequence[int]) -> None:
@@ -242,5 +242,5 @@ def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall |
 
 
 def largest_combined(ranks: int) -> int:
-    """Return the bytes of the largest buffer that each of `ranks` combines as a whole, by reading all slots."""
+    """Return the largest size, in bytes, of buffers that every rank combines as a whole, from the slots of all `ranks`."""
     return max(_LARGEST_OF_MANY, min(LARGEST, _MOST_TO_COMBINE // ranks))

@@ -193,7 +193,7 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(own_slice, slices)
 
     def _peers(self) -> list[int]:
-        """Return for each rank of `across`, in order, the first rank of its node, the node's name in `_nodes`."""
+        """Return, for each rank of `across` in order, the lowest rank on its node: the node's number in `_nodes`."""
         of_ranks = zip(self._nodes, self._places, strict=True)
         return [first for first, place in of_ranks if place == self.node.rank]
 

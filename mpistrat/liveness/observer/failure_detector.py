@@ -350,7 +350,7 @@ class FailureDetector:
         return had_left or any(r.ended_well for r in returned)
 
     def others_may_go_on(self) -> bool:
-        """Whether there may be ranks that can go on without the dead ranks.
+        """Whether the job may have ranks that can go on without the dead ranks.
 
         True if a rank of this node lives or its program had ended, or if the job has ranks on other nodes.
         """

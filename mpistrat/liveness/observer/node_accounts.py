@@ -39,8 +39,8 @@ class Account:
         Returns: the ranks' numbers in the job; [] if all have entered the call.
         Args:
             group: the hash of the communicator's name.
-            members: ranks of the communicator, as numbers in the job. A member that has not made the communicator yet is
-                missing, too; a rank that is no member never is.
+            members: ranks of the communicator, as numbers in the job. A member that has not made the communicator
+                yet is missing, too; a rank that is no member never is.
         """
         made = {int(rank): calls.get(str(group)) for rank, calls in self.calls.items()}
         return [r for r in made if has_not_come(made[r], call, is_member=r in members)]

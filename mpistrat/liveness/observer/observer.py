@@ -138,7 +138,7 @@ class Observer:
         self._promise_to_look(0.0)
 
     def _speakers(self) -> Iterator[int]:
-        """Yield the pids of processes that may lend their stderr to the observer: living ranks, then the launcher."""
+        """Yield the pids of processes with a stderr that the observer may use: living ranks, then the launcher."""
         yield from (rank.pid for rank in self._detector.ranks.values() if not rank.dead)
         if self._launcher is not None:
             yield self._launcher

@@ -28,9 +28,10 @@ def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> boo
 
 @dataclass
 class CommunicatorWatch:
-    """The part of the ranks' records for one communicator: this rank's slot, and the slots of the other ranks.
+    """Shows other processes in which call on one communicator this rank waits, and shows this rank the others' calls.
 
-    A slot has its rank's last call on the communicator, and since when the rank is in it. `wait_until` takes a watch.
+    Each rank has a record in shared memory, with a slot for each communicator. The slot has the rank's last call on the
+    communicator, and since when the rank is in it. Every wait for other ranks (`wait_until`) takes a watch.
     Made by: `NodeRecords`; without arguments, a watch that no other process sees.
 
     Attributes:

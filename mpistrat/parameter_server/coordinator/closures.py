@@ -112,7 +112,7 @@ class ClosureQueue:
     def take(self, most: int) -> list[Closure]:
         """Remove up to `most` closures from the front, and return them; they are under way from now on.
 
-        Returns: [] inside `paused`, while an error is being raised, and if no closure waits.
+        Returns: the closures, in order; [] inside `paused`, while an error is being raised, and if no closure waits.
         """
         with self.changed:
             if self._cancelling or self._pauses:
@@ -173,6 +173,7 @@ class ClosureQueue:
     def over(self, fewest: int = 1) -> tuple[list[int], int]:
         """Return the ids of closures that have ended since the last call, and the lowest id that has not ended.
 
+        If all have ended, the second number is the id that the next closure will get.
         The list lacks closures that two workers may have begun, because the dead worker's messages may still arrive. If
         it would have fewer than `fewest` ids, the list is [], and a later call returns these ids.
         """

@@ -33,7 +33,7 @@ class Table:
         handle: names the whole memory, for processes that read it as a `MappedTable`: a header of 64 bytes (it counts
             updates, and shows whether a write goes on), then the values.
         array: the values, a NumPy array in this memory.
-        shared: names the values alone, without the header, with their dtype and shape, for a message to a backup server.
+        shared: names only the values, without the header, with their dtype and shape, for a backup server.
         updates: the number of updates that the array has had.
     """
 

@@ -19,7 +19,7 @@ class ParameterPages:
 
     The parameter, its gradient and its optimizer state lie at the same bytes of several memories of equal size.
     Attributes:
-        block: the parameters that were mirrored together with this one.
+        block: the `Block`, the memories of the parameters that were mirrored together with this parameter.
         first: the parameter's first byte in each memory.
         nbytes: the parameter's size in bytes.
         end: the byte after the parameter's last.
@@ -134,8 +134,8 @@ class Block:
     def make_way(self, places: Iterable[ParameterPages]) -> None:
         """Save earlier gradients that the program still refers to, before the sums overwrite `places`.
 
-        If there is one, all such gradients keep their values in the old view, private to this rank, and `gradient_view`
-        becomes a new view. Else nothing changes.
+        If `places` have any such gradient, all earlier gradients in use keep their values in the old view, private to
+        this rank, and `gradient_view` becomes a new view. Else nothing changes.
         """
         lent = {
             first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
@@ -156,9 +156,7 @@ class Block:
 class Settling:
     """Makes the ranks' views of shared memories equal: in each slice, all see the values that its owner has written.
 
-    Each rank owns one slice of a memory.
-
-    Between `begin` and `end` only the owner of a slice may write it.
+    Each rank owns one slice of a memory. Between `begin` and `end` only the owner of a slice may write it.
     Args: why: words for the reason, in the labels of the two barriers.
     """
 

@@ -162,7 +162,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Links:
-    """The measurements between nodes.
+    """The measured speeds between the nodes of a job, for the doctor's check of the network.
 
     Attributes:
         rates: for each measured pair, a list [node, other node, bytes per second].

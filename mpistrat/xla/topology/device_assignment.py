@@ -22,7 +22,8 @@ class DeviceOrderMode(enum.IntEnum):
     """The order in which `DeviceAssignment.build` gives cores of the mesh to replicas and to their logical cores.
 
     AUTO: rings where `RING` is possible, else the order of `MESH`.
-    RING: each replica is a neighbour of the next, and the last is a neighbour of the first. A replica's chips, too.
+    RING: each replica is a neighbour of the next, and the last is a neighbour of the first. The chips of each replica
+        form such a ring, too.
     MESH: the order of coordinates.
 
     Example:
