@@ -34,8 +34,8 @@ class Allowed:
 def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -> Allowed:
     """Return the tightest limits of this process's control groups and of the groups that contain them. No errors.
 
-    The CPU limit is the lowest one. The memory limit and the memory in use are both of the group with the least memory
-    left (limit - use), even if another group has a lower limit.
+    The CPU limit is the lowest one. The memory limit and use are both of the group with the least memory left (limit
+    minus use), even if another group has a lower limit.
     Args: groups, mounts: the file that lists the process's groups, and the groups' folder; tests give their own.
     Returns: None for a limit that no group sets.
     """

@@ -161,7 +161,7 @@ class CommunicatorPools:
             yield
 
     def _contract_of(self, members: tuple[int, ...]) -> Contract:
-        """Return the contract (the object that records and checks calls) with which `members` wait for each other.
+        """Return the contract (an object that checks calls) that records the waits of `members` for each other.
 
         Each rank makes it at the first call for these members, and keeps it. Not collective: no communicator of the
         members is needed.

@@ -242,5 +242,5 @@ def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall |
 
 
 def largest_combined(ranks: int) -> int:
-    """Return the largest size, in bytes, of buffers that every rank combines as a whole, from the slots of all `ranks`."""
+    """Return the largest size in bytes of a buffer that all of `ranks` ranks combine as a whole from all slots."""
     return max(_LARGEST_OF_MANY, min(LARGEST, _MOST_TO_COMBINE // ranks))

@@ -313,7 +313,7 @@ class FailureDetector:
         """Wait `seconds`; stop earlier if a rank dies, closes its files or announces its exit.
 
         If any rank has died, then wait on, also beyond `seconds`, until 0.4 s after the first death or until all ranks
-        are dead, so that one report names all ranks that die together.
+        are dead. So one report names all ranks that die together.
         """
         self._wait(seconds)
         until = self.first_died + deadlines.OBSERVER_WAITS_FOR_JOINT_DEATHS

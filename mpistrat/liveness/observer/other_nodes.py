@@ -65,8 +65,8 @@ class OtherNodes:
     """Asks the other nodes about their ranks, and passes failures and stalls on to them, for this node's observer.
 
     When the observer (a process that watches this node's ranks) sets ASK in this rank's record, `look` asks each other
-    node for its account. It writes the accounts to the job's folder when all have answered, or after 2 s those that
-    came. A stall's report goes to all ranks of the other nodes, which raise StallError.
+    node for its account. When all have answered, or after 2 s, it writes the accounts that have come to the job's
+    folder. It sends the report of a stall to all ranks of the other nodes, and they raise StallError.
     Made by: `ExitGroup` on every rank; collective over `comm`.
     Args:
         comm: the communicator of the ranks; "other nodes" are the nodes of its ranks, except this rank's node.

@@ -28,7 +28,7 @@ def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> boo
 
 @dataclass
 class CommunicatorWatch:
-    """Shows other processes in which call on one communicator this rank waits, and shows this rank the others' calls.
+    """Publishes this rank's waits in calls on one communicator to other processes, and reads the waits of other ranks.
 
     Each rank has a record in shared memory, with a slot for each communicator. The slot has the rank's last call on the
     communicator, and since when the rank is in it. Every wait for other ranks (`wait_until`) takes a watch.

@@ -78,7 +78,7 @@ class Table:
 
 
 class MappedTable:
-    """A server's `Table`, mapped into another process of the node, which reads the array without asking the server."""
+    """A server's `Table`, mapped into another process of the node. It reads the array without asking the server."""
 
     def __init__(self, spec: TensorSpec, memory: np.ndarray) -> None:
         self._words = _words(memory)

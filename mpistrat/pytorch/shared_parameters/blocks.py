@@ -178,7 +178,7 @@ class Settling:
             memory.publish(view, pages)
 
     def end(self) -> None:
-        """Wait for all ranks, then have this rank's views show all slices. Collective.
+        """Wait for all ranks, then have this rank's views show the published values of all slices. Collective.
 
         This rank's writes to slices of other ranks are lost.
         """

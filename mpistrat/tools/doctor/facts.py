@@ -216,7 +216,7 @@ class JobFailure:
 
 @dataclass(frozen=True)
 class Job:
-    """The facts of a job, from which the doctor's checks make their findings.
+    """The facts of a job. The doctor's checks read them and make their findings.
 
     Attributes:
         ranks: the facts of all ranks, in rank order; only the facts of this rank if MPI did not start.

@@ -302,7 +302,7 @@ def _by_device(
 ) -> NDArray[np.int32]:
     """Return the cores of each replica: the topology's devices, by task and then by device number, dealt out in order.
 
-    Used for a mesh in which some coordinates have no device; a replica's cores need not be neighbours.
+    Used for a mesh with coordinates that have no device; a replica's cores need not be neighbours.
     Args:
         shape: the computation shape, the box of one replica's cores; only its number of cores counts.
         stride: the computation stride, the distances between a replica's cores; all must be 1.
