@@ -360,6 +360,7 @@ class Strategy(RankMethods):
         Raises:
             InvalidArgumentError: there are fewer files than workers.
             NotFoundError: `options` ask for AutoShardPolicy.FILE, and `dataset` has no files.
+            NotImplementedError: `options` ask for InputReplicationMode.PER_REPLICA. It needs a dataset function.
 
         Example:
             >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -166,8 +166,9 @@ class Checkpoint:
         """Return the objects that have a state in the checkpoint, by name. Called by: `load_state_dict`.
 
         Args:
-            common, of_rank: the saved states by object name: common states, and some rank's own states.
-        Raises: KeyError for an object without a state there, unless it has `may_be_absent = True`.
+            common: the saved states that are equal on all ranks, by object name.
+            of_rank: the saved states of one rank, by object name: of this rank, or of the lowest rank that saved.
+        Raises: KeyError for an object without a saved state, unless it has `may_be_absent = True`.
         """
         found = {}
         for name, value in self.stateful_objects().items():

@@ -41,10 +41,10 @@ class Snapshot:
     """Copies of arrays in one buffer, in the layout of the file: the header and the values are the file's bytes.
 
     The constructor copies the arrays. `retake` reuses the layout for a later save, because with many small arrays
-    computing the layout takes longer than the copies.
+    computing the layout takes longer than the copies. Another thread then writes `header` and `values` to the file.
 
     Args:
-        named: arrays by name; NumPy's and torch's, on any device.
+        named: NumPy arrays and torch tensors by name, on any device.
         buffer: memory of an earlier snapshot, uint8[n], to be overwritten. If it is too small, new memory is used.
     Attributes:
         header: bytes of the file before the values.
@@ -107,7 +107,7 @@ class Snapshot:
 
 
 def _alike(named: Mapping[str, arrays.Array]) -> list[tuple[Any, ...]]:
-    """Return (name, type, dtype, shape) of each array. If two lists are equal, the layouts in the file are."""
+    """Return (name, type, dtype, shape) of each array. Equal lists give the same layout in the file."""
     return [(name, type(array), array.dtype, array.shape) for name, array in named.items()]
 
 
@@ -140,7 +140,7 @@ def _view(array: arrays.Array, place: np.ndarray) -> Any:
 
     Args:
         place: the array's part of the buffer, uint8[bytes].
-    Returns: a torch tensor or NumPy array as `array` is; None if `place` is empty.
+    Returns: a torch tensor if `array` is one, else a NumPy array; None if `place` is empty.
     """
     if not len(place):
         return None
@@ -153,7 +153,7 @@ def _view(array: arrays.Array, place: np.ndarray) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array in the memory of a file that was read.
+    """One array of a checkpoint file that `parse` has read. Its values are a view of the file's bytes in memory.
 
     Attributes:
         dtype: torch's name of the dtype, or `numpy.dtype.str` if the format has no code for it.
@@ -166,11 +166,11 @@ class StoredArray:
     data: np.ndarray
 
     def array(self) -> np.ndarray:
-        """Return a NumPy array in the memory of `data`. Raises: ValueError or TypeError if NumPy has no such dtype."""
+        """Return a NumPy array, a view of `data`. Raises: ValueError or TypeError if NumPy has no such dtype."""
         return self.data.view(_numpy_dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> Any:
-        """Return a torch tensor on the CPU, in the memory of `data`.
+        """Return a torch tensor on the CPU, a view of `data`.
 
         Raises: ValueError or RuntimeError if this version of torch has no such dtype.
         """
@@ -193,7 +193,7 @@ def torch_dtype(name: str) -> Any:
 
 
 def parse(content: np.ndarray) -> dict[str, StoredArray]:
-    """Return the arrays of a file, by name, in the memory of `content`.
+    """Return the arrays of a file, by name. Their data are views of `content`, not copies.
 
     Args:
         content: the bytes of the file, uint8[n].

@@ -32,7 +32,7 @@ WARNING, ERROR = 1, 2  # levels of torch's C++ log
 
 
 class Ranks:
-    """The ranks of a communicator, and the nodes that they are on.
+    """The ranks of a communicator and their nodes: the members of a torch store (torch.distributed's key-value server).
 
     Attributes:
         comm: the communicator of mpi4py; None for one rank without MPI.
@@ -49,7 +49,10 @@ class Ranks:
 
     @functools.cached_property
     def address(self) -> str:
-        """The address of rank 0's node that all ranks reach. Its first use is collective over the ranks."""
+        """The address of rank 0's node that all ranks reach; the loopback address on one node.
+
+        On several nodes, all ranks must read it together the first time, because that is collective.
+        """
         return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
 
 
@@ -115,9 +118,10 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
 
 
 def level_of_log() -> ctypes.c_int:
-    """Return the variable in torch's library with the lowest level that its C++ log writes. To set it changes the log.
+    """Return the variable in torch's C++ library that holds the lowest level that the C++ log writes.
 
-    Returns: a new variable that torch never reads, if this torch does not export its own.
+    Returns: torch's own variable: the caller sets its `value` to change the log. If this torch does not export it, a
+        new variable, so that setting it has no effect.
     """
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))

@@ -180,11 +180,13 @@ def _add_up(
     values: Sequence[Sequence[Array | None]],
     cut: Callable[[Array, Sequence[Any]], list[Array]],
 ) -> None:
-    """Add up the values of a rank's replicas, without other ranks, as far as `tree` allows, into `sums`.
+    """Add up the values of this rank's replicas into `sums`, in the order of `tree`. Not collective.
 
+    Some sums may remain apart, because the order puts values of other ranks first; an all-reduce adds them later.
     Args:
-        tree: the tree over the rank's replicas; each replica counts as a rank of the tree.
-        sums: uninitialized, of shape [sums that remain, elements]. Row i gets the sum at position `tree.left[i]`.
+        tree: the order of additions over the rank's replicas. `tree.left` lists the positions (numbers of replicas on
+            this rank) of the sums that remain.
+        sums: uninitialized, of shape [len(tree.left), elements]. Row i gets the sum that remains at `tree.left[i]`.
         packer: makes memory for unfinished sums.
         like: arrays with the shapes of the values.
         values: for each replica of this rank, an array for each of `like`; None counts as zero.

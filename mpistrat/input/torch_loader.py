@@ -141,8 +141,9 @@ class WholeLoader(Restartable):
         Rank 0 draws the seed of the order.
 
         Called by: every rank of `ranks`, for each epoch.
-        Returns: a copy of the loader; the loader itself if torch has no default group, or the dataset is no datapipe,
-            because torch then shares nothing out over ranks.
+        Returns: a copy of the loader that ignores torch's default group, because a DataLoader gives each rank of that
+            group only a share of a datapipe. The loader itself if torch has no default group, or if the dataset is no
+            datapipe: then each rank gets all elements anyway.
         """
         pipe = self._user.dataset
         has_group = dist.is_available() and dist.is_initialized()

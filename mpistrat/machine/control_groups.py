@@ -34,8 +34,10 @@ class Allowed:
 def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -> Allowed:
     """Return the tightest limits of this process's control groups and of the groups that contain them. No errors.
 
-    For memory, the tightest limit is the one that leaves the fewest bytes.
-    Args: groups, mounts: other places than the kernel's, for tests.
+    The CPU limit is the lowest one. The memory limit and use are both of the group with the least memory left (limit
+    minus use), even if another group has a lower limit.
+    Args: groups, mounts: the file that lists the process's groups, and the groups' folder; tests give their own.
+    Returns: None for a limit that no group sets.
     """
     cpus: list[float] = []
     memory: list[tuple[int, int]] = []
@@ -57,9 +59,9 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
 
 
 def most_memory() -> float:
-    """Return the bytes that this process could have if it ran alone: the control group's limit, or RAM plus swap.
+    """Return the most bytes of memory that this process could have if it ran alone on the machine.
 
-    The lesser of the two; infinite if neither is known.
+    Returns: the control groups' limit or RAM plus swap, the lesser of the two; infinity if neither is known.
     """
     group = allowed()
     known = [group.memory] if group.memory is not None else []

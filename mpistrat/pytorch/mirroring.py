@@ -34,7 +34,9 @@ _BYTES_PER_BROADCAST = 1 << 27
 
 
 class Mirroring(StrategyModules):
-    """The torch modules of a strategy that keeps parameters and buffers equal on all replicas.
+    """Keeps the parameters and buffers of a strategy's torch modules equal on all replicas.
+
+    The strategy calls it at the end of `scope()`, before each `run`, and for `mirror` and `prepare`.
 
     Args:
         parts: the strategy's communicator, replicas, options and rule for gradients.
@@ -300,7 +302,10 @@ def _has_tensors(module: Module) -> bool:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has no values yet: it is a lazy module's before its first forward, or on the device "meta"."""
+    """Whether `tensor` has no values yet: a lazy tensor before the module's first forward, or one on the device "meta".
+
+    Mirroring skips such a tensor, and looks at its module again in the next run.
+    """
     return is_lazy(tensor) or tensor.is_meta
 
 

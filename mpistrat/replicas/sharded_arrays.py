@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class ShardedArrays:
-    """Records the arrays that `Strategy.shard` has cut on this rank.
+    """Records the arrays that `Strategy.shard` has cut on this rank, to warn of parts with wrong weights in the loss.
 
     Args:
-        tell_once: lets rank 0 say a text, once.
+        tell_once: lets rank 0 print a text, once.
 
     Attributes:
         count: number of calls of `shard` inside `replica()` while gradients were on.
@@ -39,17 +39,18 @@ class ShardedArrays:
     def combine(self, *, alike: bool) -> None:
         """Record that a backward combines the gradients of all parts, and forget the cuts.
 
-        Args: alike: whether the replicas' losses count alike, whatever the sizes of their parts. If so, rank 0 warns of
-            parts of different sizes.
+        Args: alike: whether all replicas' losses get equal weights, whatever the sizes of their parts. If so, rank 0
+            warns of parts of different sizes.
         """
         if alike:
             self.tell_of_uneven()
         self.cuts.clear()
 
     def tell_of_uneven(self, part: int | None = None) -> None:
-        """Let rank 0 warn, once, if the parts of an array in `cuts` differ in size, though their losses count alike.
+        """Let rank 0 warn, once, if the replicas' parts of a cut array differ in size.
 
-        Args: part: look only at arrays with this size of this rank's part; None: at all arrays.
+        Callers know that all replicas' losses get equal weights, so examples in smaller parts weigh more.
+        Args: part: look only at cuts that gave this replica a part of this size; None: at all `cuts`.
         """
         for length, size, dim in self.cuts:
             if size % self._num_replicas and part in (None, length):

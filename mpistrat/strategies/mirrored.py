@@ -43,7 +43,7 @@ def _comm_of_node(node: int) -> MPI.Intracomm:
 
 
 class MirroredStrategy(Strategy):
-    """Synchronous replicas on one node: on the ranks that share this rank's memory.
+    """Trains synchronous replicas on the ranks of one node, the ranks that can share memory with this rank.
 
     Called by: every rank of the node (or of `comm`).
     Args:

@@ -74,7 +74,10 @@ class _Pool:
     free: dict[int, GroupCommunicators] = field(default_factory=dict)
 
     def take(self) -> GroupCommunicators:
-        """Return communicators that all ranks have given back, without messages under way, or new ones. Collective."""
+        """Return communicators that all ranks have given back and that have no messages under way; else new ones.
+
+        Collective over the ranks of `comm`. A group of one rank gets a `LocalCommunicator`, without messages.
+        """
         if self.comm.size == 1:
             return GroupCommunicators(0, LocalCommunicator())
         free = {n: sent for n, used in self.free.items() if (sent := used.on_their_way) is not None}
@@ -94,7 +97,7 @@ class _Pool:
 
 
 class CommunicatorPools:
-    """The communicators of all process groups of a program, in a pool for each sequence of ranks.
+    """Lends communicators to the process groups of a program, and keeps a pool of them for each sequence of ranks.
 
     The constructor is collective over the ranks of `comm`.
     Args: comm: the MPI communicator of the default group's ranks.
@@ -109,7 +112,7 @@ class CommunicatorPools:
         self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # ranks in the job
         mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
         watch = job_end().records.watch_of(self._private, name)
-        # The contracts (they record calls and waits) for `meeting`, by the ranks that meet.
+        # The contracts (they record calls and waits) for `meeting`, by the ranks in `comm` that wait for each other.
         self._contracts = {self._all: Contract(mpi, name, watch, "never")}
         job_end().watch(self._contracts[self._all], self._private)
 
@@ -158,10 +161,11 @@ class CommunicatorPools:
             yield
 
     def _contract_of(self, members: tuple[int, ...]) -> Contract:
-        """Return the contract (the object that records and checks calls) for meetings of `members`, made once.
+        """Return the contract (an object that checks calls) that records the waits of `members` for each other.
 
-        The members need no communicator yet. Not collective.
-        Args: members: ranks in `comm`.
+        Each rank makes it at the first call for these members, and keeps it. Not collective: no communicator of the
+        members is needed.
+        Args: members: ranks in `self.comm`; neither numbers of MPI.COMM_WORLD nor torch's ranks.
         """
         if members not in self._contracts:
             of_all, numbers = self._contracts[self._all], [self._numbers[each] for each in members]

@@ -60,9 +60,10 @@ def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
 
 
 def room_for(tensor: Tensor) -> Tensor:
-    """Return a contiguous buffer of the shape of `tensor`, to be overwritten.
+    """Return a contiguous buffer of the shape and dtype of `tensor`, for the caller to receive data in.
 
-    It is the tensor's own memory if that is contiguous, else new memory: the caller copies it to `tensor` afterwards.
+    Returns: `tensor` itself (detached) if it is contiguous. Else new memory with undefined values, not a copy; the
+        caller copies it to `tensor` after the receive.
     """
     detached = tensor.detach()
     if is_plain(detached):
@@ -75,7 +76,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's memory holds its elements in order. That of a transposed or conjugated view does not."""
+    """Whether the tensor's memory holds its elements in order. False for a transposed, conjugated or negated view."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 

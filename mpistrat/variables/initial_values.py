@@ -40,9 +40,9 @@ def initial_array(
 
 
 class ShardInfo(NamedTuple):
-    """Tells an initial function which part of a split variable to make, as in TensorFlow.
+    """Tells a variable's initializer to return only one part of a split variable, as in TensorFlow.
 
-    `shape` is the part's shape, `offset` the index of its first element in the whole variable.
+    `shape` is the part's shape, `offset` the index of the part's first element in the whole variable.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ def _parameters(fn: Any) -> Set[str]:
 def called_for_part(
     fn: Callable[..., Any], dtype: Any, shape: tuple[int, ...], first: int = 0
 ) -> arrays.Array:
-    """Call an initial function for a part of a variable, and return the part as an array.
+    """Call a variable's initializer for one part (some rows) of the variable, and return the part as an array.
 
     Args:
         fn: a function for which `takes_parts` is true.

@@ -123,8 +123,9 @@ def set_pjrt_environment(
 
 
 def asked_device(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the kind of XLA device that PJRT_DEVICE asks for: "CPU", or "TPU", also if it is not set.
+    """Return the kind of XLA device that PJRT_DEVICE asks for.
 
+    Returns: "CPU" or "TPU"; "TPU" if the variable is not set or empty.
     Raises: ValueError if PJRT_DEVICE has another value.
     """
     asked = environ.get(DEVICE, "") or "TPU"

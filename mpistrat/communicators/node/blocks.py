@@ -69,7 +69,7 @@ class Blocks(Exchange):
         self._elements = elements
 
     def tick(self) -> None:
-        """Wait until every rank has called `tick` as often as this rank. Their writes before it are visible then.
+        """Wait until every rank has called `tick` as often as this rank. The ranks' earlier writes are visible then.
 
         Raises: StallError or RankLostError if a rank does not come.
         """
@@ -86,7 +86,8 @@ class Blocks(Exchange):
     def exchange(self, place: int) -> list[int]:
         """Return the integers `place` of all ranks, in rank order. Collective.
 
-        Called by: `Window.find`. All ranks must have called `tick` once more before `exchange` is called again.
+        Called by: `Window.find`. Between two calls of `exchange`, all ranks must call `tick` (wait for all ranks) once,
+        besides the tick inside `exchange`. Else a fast rank would overwrite its `place` before others have read it.
         """
         self._words[self.rank][_PLACE] = place
         self.tick()
@@ -150,7 +151,7 @@ class Blocks(Exchange):
             how: combines elements of the dtype.
             source: this rank's buffer, as bytes; it keeps its values.
             bounds: for each rank, the first byte of its slice, and the byte after its last; some may be empty.
-            out: elements for this rank's slice; its last axis has them.
+            out: gets the combined slice, as elements of `how` along its last axis.
         """
         width = _width(self._size)
         first, end = bounds[self.rank]
@@ -171,7 +172,7 @@ class Blocks(Exchange):
                 self.tick()
 
     def _bring(self, source: np.ndarray, bounds: Sequence[tuple[int, int]], width: int) -> None:
-        """Copy into this rank's present block the next bytes for each other rank, up to `width` for each.
+        """Copy the next bytes for each other rank, up to `width` bytes each, to this rank's block before the next tick.
 
         Args:
             source: this rank's buffer, as bytes.

@@ -30,8 +30,10 @@ _NOTHING = np.empty(0, np.uint8)
 class SmallCall(abc.ABC):
     """One kind of call that moves through slots (shared memory that ranks fill before they agree on the call).
 
+    The router calls `payload`, writes the result to the slot, waits for the other ranks, and calls `take`.
+
     Attributes:
-        own: the memory that this rank fills, or the root's memory for a broadcast: for even calls, and for odd calls.
+        own: (slot for even calls, slot for odd calls): this rank's two slots, or the root's for a broadcast.
         writes: whether this rank fills its slot; False on the ranks that receive a broadcast.
     """
 
@@ -40,8 +42,10 @@ class SmallCall(abc.ABC):
 
     @abc.abstractmethod
     def payload(self, operands: Operands) -> Any:
-        """Return the bytes or the array to write into this rank's slot. It may replace `operands.out` by another view.
+        """Return the bytes or the array that the caller writes into this rank's slot, where the other ranks read it.
 
+        Called before the ranks meet in the call, so the caller can raise an error of this method on all ranks. The
+        method may set `operands.out` to another view of the same memory, for `take` to write into.
         Raises: any error of wrong operands, such as ValueError for a buffer that is not C-contiguous.
         """
 
@@ -128,7 +132,7 @@ class SmallAllGatherInto(SmallCall):
 
 
 class _NodeSlot:
-    """This rank's slot for a call with sizes: writing a payload to it also writes the call's constant numbers."""
+    """This rank's slot for a `_Sized` call: writing a payload to it also writes the rank's constant sizes."""
 
     __slots__ = ("_bytes", "_numbers", "_place")
 
@@ -142,9 +146,10 @@ class _NodeSlot:
 
 
 class _Sized(SmallCall):
-    """A call with buffers that may differ in size between ranks: each rank writes its sizes before its bytes.
+    """A call with buffers that may differ in size between ranks: each rank writes `numbers` (sizes) before its bytes.
 
-    All ranks write equally many numbers. A buffer of more than LARGEST bytes is not written; its numbers are.
+    `numbers` has the same length on all ranks. A rank with a buffer of more than LARGEST bytes writes only `numbers`;
+    all ranks then see that, and leave the call to a transport.
     """
 
     def __init__(self, slots: SharedSlots, operands: Operands, numbers: Sequence[int]) -> None:
@@ -162,7 +167,7 @@ class _Sized(SmallCall):
 
 
 class SmallAllGather(_Sized):
-    """An all-gather. The numbers of a rank are the shape of its buffer."""
+    """An all-gather. Each rank writes the shape of its buffer before the buffer's bytes."""
 
     def __init__(self, slots: SharedSlots, operands: Operands) -> None:
         super().__init__(slots, operands, tuple(operands.buffer.shape))
@@ -182,7 +187,7 @@ class SmallAllGather(_Sized):
 
 
 class SmallAllToAll(_Sized):
-    """An exchange of rows. The numbers of a rank are its `Operands.own_starts`."""
+    """An exchange of rows. Each rank writes its `Operands.own_starts` before the buffer's bytes."""
 
     def __init__(self, slots: SharedSlots, operands: Operands) -> None:
         super().__init__(slots, operands, operands.own_starts)
@@ -220,9 +225,11 @@ _SMALL_CALLS: dict[str, Callable[[SharedSlots, Operands], SmallCall]] = {
 
 
 def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall | None:
-    """Return the object that moves a call through `slots`. All ranks choose alike.
+    """Return the object that executes a call through `slots` (shared memory with room for each rank's bytes).
 
-    Returns: None if the buffer is too large for a slot, or if the ranks cannot combine its dtype themselves.
+    All ranks return an object, or all return None.
+    Returns: None if the buffer is too large for a slot, or if only MPI can combine its dtype; a transport (a way to
+        move bytes) then executes the call.
     """
     if call not in ("all_gather", "all_to_all"):  # in these, the ranks' sizes may differ
         largest = largest_combined(slots.size) if call in ("all_reduce", "reduce") else LARGEST
@@ -235,5 +242,5 @@ def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall |
 
 
 def largest_combined(ranks: int) -> int:
-    """Return the bytes of the largest buffer that each of `ranks` combines as a whole, by reading all slots."""
+    """Return the largest size in bytes of a buffer that all of `ranks` ranks combine as a whole from all slots."""
     return max(_LARGEST_OF_MANY, min(LARGEST, _MOST_TO_COMBINE // ranks))

@@ -193,14 +193,15 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(own_slice, slices)
 
     def _peers(self) -> list[int]:
-        """Return for each rank of `across`, in order, the first rank of its node, the node's name in `_nodes`."""
+        """Return, for each rank of `across` in order, the lowest rank on its node: the node's number in `_nodes`."""
         of_ranks = zip(self._nodes, self._places, strict=True)
         return [first for first, place in of_ranks if place == self.node.rank]
 
     def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
-        """Divide `tree`, an order of additions over all ranks.
+        """Divide `tree`, an order of additions over all ranks, into two phases.
 
-        Returns: the tree over this node's ranks, and the tree over the nodes' sums, for `across`.
+        Returns: the order of additions over this node's ranks; the order of additions over the nodes' sums, with the
+            nodes in the order of the ranks of `across`, the communicator between the nodes.
         """
         if tree not in self._parts:
             nodes: dict[int, list[int]] = {}

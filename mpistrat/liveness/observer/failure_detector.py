@@ -310,9 +310,10 @@ class FailureDetector:
         return found
 
     def wait(self, seconds: float) -> None:
-        """Wait `seconds`, or less if a rank dies, closes its files or announces its exit.
+        """Wait `seconds`; stop earlier if a rank dies, closes its files or announces its exit.
 
-        If a rank has died, wait until 0.4 s have passed since the first death, or all ranks are dead.
+        If any rank has died, then wait on, also beyond `seconds`, until 0.4 s after the first death or until all ranks
+        are dead. So one report names all ranks that die together.
         """
         self._wait(seconds)
         until = self.first_died + deadlines.OBSERVER_WAITS_FOR_JOINT_DEATHS
@@ -349,7 +350,7 @@ class FailureDetector:
         return had_left or any(r.ended_well for r in returned)
 
     def others_may_go_on(self) -> bool:
-        """Whether there may be ranks that can go on without the dead ranks.
+        """Whether the job may have ranks that can go on without the dead ranks.
 
         True if a rank of this node lives or its program had ended, or if the job has ranks on other nodes.
         """

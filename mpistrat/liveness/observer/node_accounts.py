@@ -22,9 +22,11 @@ _FILE = "elsewhere"
 class Account:
     """The calls, and the present activity, of the ranks of one node.
 
+    A rank of the node makes it. The observer of another node uses it to find ranks that a stalled call waits for.
+
     Attributes:
-        calls: from a rank's number in the job to a dict, from the hash of a communicator's name to the number of the
-            rank's calls on it. The keys of both are texts, as in JSON.
+        calls: {rank: {communicator: calls}}: for each rank, by its number in the job, the number of collectives that it
+            has entered on each communicator, by the hash of the communicator's name. All keys are str, as in JSON.
         lines: lines for a report, with the present activity of the ranks.
     """
 
@@ -32,14 +34,13 @@ class Account:
     lines: list[str]
 
     def missing(self, group: int, call: int, members: Collection[int] = ()) -> list[int]:
-        """Return the ranks of this node that have not entered call number `call` of a communicator; [] without any.
+        """Return the ranks of this node that have not entered call number `call` of a communicator.
 
-        They are numbers in the job.
-
+        Returns: the ranks' numbers in the job; [] if all have entered the call.
         Args:
             group: the hash of the communicator's name.
-            members: ranks of the communicator, as numbers in the job: of these, a rank that has not made the
-                communicator is missing, too.
+            members: ranks of the communicator, as numbers in the job. A member that has not made the communicator
+                yet is missing, too; a rank that is no member never is.
         """
         made = {int(rank): calls.get(str(group)) for rank, calls in self.calls.items()}
         return [r for r in made if has_not_come(made[r], call, is_member=r in members)]

@@ -138,7 +138,7 @@ class Observer:
         self._promise_to_look(0.0)
 
     def _speakers(self) -> Iterator[int]:
-        """Yield the pids of processes that may lend their stderr to the observer: living ranks, then the launcher."""
+        """Yield the pids of processes with a stderr that the observer may use: living ranks, then the launcher."""
         yield from (rank.pid for rank in self._detector.ranks.values() if not rank.dead)
         if self._launcher is not None:
             yield self._launcher
@@ -371,9 +371,9 @@ class Observer:
                         os.kill(rank.pid, signal.SIGKILL)
 
     def _is_unheard(self, now: float) -> bool:
-        """Whether 2 s have passed since this observer told the ranks to end; False if it has not.
+        """Whether the ranks have had 2 s to end since this observer told them to; the caller then kills them (SIGKILL).
 
-        False, too, if the ranks were told to raise StallError.
+        Returns: False if the observer has not told the ranks anything, or has told them to raise StallError.
         """
         raised = any(rank.record.abort == RAISE for rank in self._detector.ranks.values())
         told_for = now - (self._reported or now)
@@ -405,8 +405,9 @@ class Observer:
 
 
 class ReportFile:
-    """Writes a report to a new file in another thread, because the file system may hang.
+    """Writes the observer's report to a new file in another thread, because the file system may hang.
 
+    The observer calls `write` once, and then `is_written` now and then. `is_written` returns True only once per report.
     Attributes: path: the file's path; "" until it is written, and if it cannot be written.
     """
 

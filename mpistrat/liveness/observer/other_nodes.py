@@ -62,13 +62,18 @@ Message = Ask | Answer | Raise | NotedFailure
 
 
 class OtherNodes:
-    """The nodes of the ranks of `comm`, except this rank's node. Collective over `comm`. Made by: `ExitGroup`.
+    """Asks the other nodes about their ranks, and passes failures and stalls on to them, for this node's observer.
 
+    When the observer (a process that watches this node's ranks) sets ASK in this rank's record, `look` asks each other
+    node for its account. When all have answered, or after 2 s, it writes the accounts that have come to the job's
+    folder. It sends the report of a stall to all ranks of the other nodes, and they raise StallError.
+    Made by: `ExitGroup` on every rank; collective over `comm`.
     Args:
+        comm: the communicator of the ranks; "other nodes" are the nodes of its ranks, except this rank's node.
         record: this rank's record.
         send: sends a message to a rank of `comm` without waiting; there, `receive` is called with the message.
     Attributes:
-        are_some: whether there is any other node.
+        are_some: whether `comm` has ranks on any other node.
         is_first_node: whether rank 0 of `comm` is on this rank's node.
     """
 

@@ -28,9 +28,10 @@ def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> boo
 
 @dataclass
 class CommunicatorWatch:
-    """The part of the ranks' records for one communicator: this rank's slot, and the slots of the other ranks.
+    """Publishes this rank's waits in calls on one communicator to other processes, and reads the waits of other ranks.
 
-    A slot has its rank's last call on the communicator, and since when the rank is in it. `wait_until` takes a watch.
+    Each rank has a record in shared memory, with a slot for each communicator. The slot has the rank's last call on the
+    communicator, and since when the rank is in it. Every wait for other ranks (`wait_until`) takes a watch.
     Made by: `NodeRecords`; without arguments, a watch that no other process sees.
 
     Attributes:
@@ -103,8 +104,8 @@ class WatchedCalls(Protocol):
         waiting_in: the collective that this rank is in (its text describes it); None outside of collectives.
         called_at: the line of the program that called this rank's last collective: "train.py:33 in main".
         raising: the error of this rank that all ranks are to raise, while this rank waits to tell them; else None.
-        watch: the communicator's part of the ranks' records.
-        parts: the calls on communicators that were made from this communicator.
+        watch: the communicator's watch, this rank's entry for it in shared memory, where other processes see the calls.
+        parts: one object like this for each communicator that was made from this communicator.
     """
 
     name: str

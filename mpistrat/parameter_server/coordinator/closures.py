@@ -85,7 +85,8 @@ class ClosureQueue:
     def put(self, closure: Closure) -> None:
         """Wait until the queue has room, append a closure, and set its id. An internal closure goes to the front.
 
-        Raises: the error of an earlier closure, unless this closure is internal; after `close`, the error of `close`.
+        Raises: the error of an earlier closure, unless this closure is internal: after the closures under way have
+            ended, this closure is cancelled with all waiting ones. After `close(error)`, that error.
         """
 
         def has_room() -> bool:
@@ -111,7 +112,7 @@ class ClosureQueue:
     def take(self, most: int) -> list[Closure]:
         """Remove up to `most` closures from the front, and return them; they are under way from now on.
 
-        Returns: [] inside `paused`, while an error is being raised, and if no closure waits.
+        Returns: the closures, in order; [] inside `paused`, while an error is being raised, and if no closure waits.
         """
         with self.changed:
             if self._cancelling or self._pauses:
@@ -142,7 +143,7 @@ class ClosureQueue:
     def put_back(self, closures: Iterable[Closure]) -> None:
         """Put closures that were under way back to the front of the queue, as if no worker had taken them.
 
-        If the queue has an error, cancel them instead.
+        If the queue keeps an error of a closure, cancel `closures` instead. Closures that have ended are ignored.
         """
         with self.changed:
             # Without the closures that `close` has ended.
@@ -170,10 +171,11 @@ class ClosureQueue:
             self.changed.notify_all()
 
     def over(self, fewest: int = 1) -> tuple[list[int], int]:
-        """Return the ids of closures that have ended since the last call, and the id before which all have ended.
+        """Return the ids of closures that have ended since the last call, and the lowest id that has not ended.
 
-        The list lacks closures that two workers may have begun, because the dead worker's messages may still arrive. It
-        is [] while it would have fewer than `fewest` ids; a later call returns them.
+        If all have ended, the second number is the id that the next closure will get.
+        The list lacks closures that two workers may have begun, because the dead worker's messages may still arrive. If
+        it would have fewer than `fewest` ids, the list is [], and a later call returns these ids.
         """
         with self.changed:
             over_before = next(iter(self._open), self._next)

@@ -27,9 +27,10 @@ class _Key(NamedTuple):
 
 
 class Resource:
-    """A value with a part on each worker, as the chief describes it: by pickled functions that make the parts.
+    """The chief's description of a value with a part on each worker: the pickled functions that make the parts.
 
-    When the chief drops its last reference to the resource, the workers forget their parts.
+    A worker gets its function with the first closure that needs the part (`ResourceCache`), and makes the part. When
+    the chief drops its last reference to the resource, the workers forget their parts.
 
     Args: packed: the pickled functions, without arguments: one for all workers, or one for each worker.
     Attributes:
@@ -55,17 +56,24 @@ class Resource:
 
 
 class PerWorker:
-    """A value with a part on each worker. A scheduled function gets the part of the worker that executes it."""
+    """The coordinator's handle of a value that each worker has its own part of: a base class.
+
+    A user passes it to `schedule`. The function gets, in its place, the part of the worker that executes it. The worker
+    makes this part on first use and keeps it; the coordinator has only the `Resource`, the functions that make parts.
+    """
 
     _resource: Resource
 
     def resource(self, table: ResourceTable) -> Resource:
-        """Return the resource that makes the workers' parts."""
+        """Return the resource that makes the workers' parts. Called by: `ResourceTable.pack`, to pickle a closure."""
         return self._resource
 
 
 class ResourceTable:
-    """Makes the resources of a coordinator, and pickles its closures.
+    """Makes the resources (values with a part on each worker) of a coordinator, and pickles its closures.
+
+    In a pickle, a key with the resource's number replaces each `PerWorker` object; the worker's `ResourceCache` finds
+    the worker's part for the key.
 
     Attributes:
         ids: the next resource's number, from 1.
@@ -105,7 +113,10 @@ class ResourceTable:
 
 
 class ResourceCache:
-    """A worker's parts of resources, made on first use. It finds the objects for the keys in pickled closures."""
+    """A worker's own parts of resources (values with a part on each worker), made on first use.
+
+    While the worker unpickles a closure, `resolve` replaces each key in the pickle by the worker's part.
+    """
 
     def __init__(self, references: References) -> None:
         self._references = references
@@ -269,7 +280,7 @@ class DatasetOfWorker:
 
 
 class IteratorOfWorker(Iterator[Any]):
-    """A worker's iterator, as a scheduled function gets it."""
+    """A worker's iterator over its dataset, as a scheduled function gets it in place of the chief's iterator."""
 
     def __init__(self, elements: Iterator[Any]) -> None:
         self._elements = elements

@@ -27,12 +27,13 @@ T = TypeVar("T")
 
 
 class Table:
-    """An array on a server, in memory that other processes of the node can map.
+    """An array that a server writes, in memory that other processes of the node map and read.
 
     Attributes:
-        handle: names the memory for the processes that map it.
-        array: the array in this memory.
-        shared: the array alone, without the bytes before it, for a message to a process that maps it.
+        handle: names the whole memory, for processes that read it as a `MappedTable`: a header of 64 bytes (it counts
+            updates, and shows whether a write goes on), then the values.
+        array: the values, a NumPy array in this memory.
+        shared: names only the values, without the header, with their dtype and shape, for a backup server.
         updates: the number of updates that the array has had.
     """
 
@@ -77,7 +78,7 @@ class Table:
 
 
 class MappedTable:
-    """A server's table, mapped into another process that reads the array in place."""
+    """A server's `Table`, mapped into another process of the node. It reads the array without asking the server."""
 
     def __init__(self, spec: TensorSpec, memory: np.ndarray) -> None:
         self._words = _words(memory)

@@ -59,7 +59,8 @@ def place_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> list
     """Move parameters that are in no module, with their gradients, to `device`. They stay the same objects.
 
     Returns: the parameters that were moved. Tensors on "meta" and DTensors are not moved.
-    Raises: RuntimeError like `place`.
+    Raises: RuntimeError if torch cannot move a parameter and keep its object, because something has a weak reference to
+        it.
     """
     elsewhere = [tensor for tensor in tensors if _is_elsewhere(tensor, device)]
     with torch.no_grad():
@@ -124,8 +125,8 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
     """Let `module(…)` take tensors on other devices, as long as its first parameter is on `device`.
 
     A call moves the tensors in its arguments to `device`, and the results to the device that the first argument tensor
-    was on. So a program can evaluate outside `run`, where nothing moves batches, without code for devices. A call with
-    any tensor on `device`, as inside `run`, moves nothing.
+    was on. A program can then evaluate outside `run` without moving batches to devices itself. A call with any tensor
+    on `device`, as inside `run`, moves nothing.
     """
 
     def around(

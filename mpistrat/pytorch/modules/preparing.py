@@ -32,12 +32,13 @@ _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Module]:
-    """Return the modules that `prepare` has to mirror: made outside the scope, or with a tensor that is not mirrored.
+    """Return the modules that `prepare` has to mirror.
 
+    They were made outside the strategy's scope, or have a parameter or buffer that is not mirrored.
     Args:
-        owner: the modules of the strategy.
+        owner: the strategy's record of its modules.
         modules: the modules to look at.
-    Returns: each module once, in their order; empty if all are mirrored.
+    Returns: each such module once, in the order of `modules`; [] if all are mirrored.
     """
     return [
         module
@@ -54,7 +55,7 @@ def check_optimizers(
     """Check that each optimizer trains the modules that are given to `prepare` with it.
 
     Args:
-        owner: the modules of the strategy.
+        owner: the strategy's record of its modules.
         modules: the modules in the same call of `prepare`.
     Raises: ValueError if an optimizer has a trainable parameter that is not in `modules`, not mirrored and no DTensor;
         or if no trainable parameter of it is in `modules`, though there are some.
@@ -79,8 +80,8 @@ def check_alike(
 ) -> None:
     """Compare the optimizers, schedulers and gradient scalers of all ranks, because each rank has made its own.
 
-    Compared are parameters, options, the number of steps and, of schedulers and scalers, the state; numbers to six
-    digits. Nothing is read from an accelerator but the state of a gradient scaler.
+    The ranks compare parameters, options and numbers of steps of optimizers, and the state of schedulers and scalers;
+    numbers to six digits. Nothing is read from an accelerator but the state of a gradient scaler.
     Called by: every rank. Collective if `objects` has an object to compare.
     Args:
         objects: the objects by name; other kinds are skipped.
@@ -137,9 +138,9 @@ def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
 
 
 def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
-    """Whether there are parameters in optimizers, and none is in the optimizers of two ranks.
+    """Whether each parameter in optimizers is in the optimizers of only one rank, as with `ZeroRedundancyOptimizer`.
 
-    So it is with `ZeroRedundancyOptimizer`. Args: of_ranks: each rank's lines of `_described`.
+    False if there are no parameters. Args: of_ranks: each rank's lines of `_described`.
     """
     owned = [{s.split(" is ")[1] for s in rank if s.startswith("parameter ")} for rank in of_ranks]
     return 0 < len(set().union(*owned)) == sum(map(len, owned))

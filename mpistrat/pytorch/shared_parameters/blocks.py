@@ -19,7 +19,7 @@ class ParameterPages:
 
     The parameter, its gradient and its optimizer state lie at the same bytes of several memories of equal size.
     Attributes:
-        block: the parameters that were mirrored together with this one.
+        block: the `Block`, the memories of the parameters that were mirrored together with this parameter.
         first: the parameter's first byte in each memory.
         nbytes: the parameter's size in bytes.
         end: the byte after the parameter's last.
@@ -134,8 +134,8 @@ class Block:
     def make_way(self, places: Iterable[ParameterPages]) -> None:
         """Save earlier gradients that the program still refers to, before the sums overwrite `places`.
 
-        If there is one, all such gradients keep their values in the old view, private to this rank, and `gradient_view`
-        becomes a new view. Else nothing changes.
+        If `places` have any such gradient, all earlier gradients in use keep their values in the old view, private to
+        this rank, and `gradient_view` becomes a new view. Else nothing changes.
         """
         lent = {
             first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
@@ -154,9 +154,9 @@ class Block:
 
 
 class Settling:
-    """Makes the ranks' views of shared memories equal: each slice gets the values that its owner, a rank, has written.
+    """Makes the ranks' views of shared memories equal: in each slice, all see the values that its owner has written.
 
-    Between `begin` and `end` only the owner of a slice may write it.
+    Each rank owns one slice of a memory. Between `begin` and `end` only the owner of a slice may write it.
     Args: why: words for the reason, in the labels of the two barriers.
     """
 
@@ -165,9 +165,11 @@ class Settling:
         self._written: list[tuple[CommonMemory, View, np.ndarray]] = []
 
     def begin(self, memories: Iterable[tuple[CommonMemory, View]]) -> None:
-        """Wait for all ranks, then copy this rank's writes in its own slices to the shared memory. Collective.
+        """Wait for all ranks, then publish this rank's slice of each memory to the shared memory. Collective.
 
-        Args: memories: pairs of a memory and this rank's view of it. Views may still show older values afterwards.
+        Only pages that this rank has written through its view are copied. Until `end`, the view keeps showing the
+        rank's own writes, also in slices of other ranks.
+        Args: memories: pairs of a memory and this rank's copy-on-write view of it.
         """
         self._written = [(memory, view, view.written()) for memory, view in memories]
         # Wait for all ranks: another rank may still read parameters.
@@ -176,7 +178,7 @@ class Settling:
             memory.publish(view, pages)
 
     def end(self) -> None:
-        """Wait for all ranks, then have this rank's views show all slices. Collective.
+        """Wait for all ranks, then have this rank's views show the published values of all slices. Collective.
 
         This rank's writes to slices of other ranks are lost.
         """

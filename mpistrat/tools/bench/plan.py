@@ -88,13 +88,13 @@ def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Predicts the seconds of one all-reduce on N nodes.
+    """Predicts the seconds of one all-reduce on a given number of nodes.
 
     Attributes:
         ranks_per_node: the number of ranks on each node.
-        caches: the largest size in bytes that `in_caches` describes; 0 with one rank per node.
-        in_caches: the cost (alpha + beta S seconds) within a node up to `caches` bytes.
-        beyond_caches: the cost within a node of more than `caches` bytes.
+        caches: the largest buffer, in bytes, that `in_caches` describes; 0 with one rank per node.
+        in_caches: the cost within a node for buffers of up to `caches` bytes: seconds per call, and per byte.
+        beyond_caches: the cost within a node for buffers of more than `caches` bytes.
         latency: seconds of one message between nodes; None if no network is known.
         byte: seconds per byte that leaves a node; None if no network is known.
         network_error: the relative error of the network's fit; None if no fit was made.

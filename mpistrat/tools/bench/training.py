@@ -31,8 +31,8 @@ STEPS_PER_BLOCK = 5
 def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train a model and measure its steps. Called by: every rank.
 
-    Returns: the row of results, and the machine and software. The keys are described in benchmarks/README.md. Times of
-        a step are its slowest rank's; medians are over the steps.
+    Returns: the row of results, and the machine and software; benchmarks/README.md describes the keys. The time of each
+        step is the time of its slowest rank, in milliseconds; medians are over the steps.
     Raises: UsageError on all ranks, if arguments do not fit the job or the input.
     """
     options = arguments.communication_options or CommunicationOptions()

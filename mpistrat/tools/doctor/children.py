@@ -17,11 +17,12 @@ _NO_END = "no end within"
 
 @dataclass(frozen=True)
 class ChildOutput:
-    """The output of a program that has ended.
+    """The output of a child program that has ended, or was killed. Made by: `ask`.
 
     Attributes:
         output, errors: the texts of stdout and stderr.
-        ended: "" for exit code 0, else "exit code 1", "killed by SIGSEGV", "no end within 10 s".
+        ended: "" for exit code 0, else "exit code 1", "killed by SIGSEGV", "no end within 10 s". `json` returns None
+            unless it is "".
     """
 
     output: str
@@ -33,9 +34,9 @@ class ChildOutput:
         return self.ended.startswith(_NO_END)
 
     def json(self, begin: str) -> dict[str, Any] | None:
-        """Return the last line that starts with `begin`, read as JSON.
+        """Return the last line of stdout that starts with `begin`, read as JSON.
 
-        None if the program failed, or wrote no such line or no JSON.
+        Returns: None if `ended` is not "", whatever was printed; None also if there is no such line, or it is no JSON.
         """
         lines = [line for line in self.output.splitlines() if line.startswith(begin)]
         try:

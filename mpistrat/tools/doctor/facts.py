@@ -162,7 +162,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Links:
-    """The measurements between nodes.
+    """The measured speeds between the nodes of a job, for the doctor's check of the network.
 
     Attributes:
         rates: for each measured pair, a list [node, other node, bytes per second].
@@ -216,7 +216,12 @@ class JobFailure:
 
 @dataclass(frozen=True)
 class Job:
-    """The facts of all ranks, in rank order; of this rank alone if MPI did not start, with the `failure`."""
+    """The facts of a job. The doctor's checks read them and make their findings.
+
+    Attributes:
+        ranks: the facts of all ranks, in rank order; only the facts of this rank if MPI did not start.
+        failure: how MPI failed; None if it started.
+    """
 
     ranks: list[RankFacts]
     failure: JobFailure | None = None
@@ -228,9 +233,9 @@ class Job:
         return self.ranks[0]
 
     def nodes(self) -> dict[str, list[RankFacts]]:
-        """Return the ranks of each node, by the node's host name, in the order of the nodes' numbers.
+        """Return {node's name: its ranks}, in the order of the nodes' numbers.
 
-        If several nodes have the same host name, their names get the node's number: "a (node 1)".
+        The name is the host name. Nodes with the same host name get separate keys: "host (node 0)", "host (node 1)".
         """
         of_node = grouped((rank.node, rank) for rank in self.ranks)
         ranks = [of_node[node] for node in sorted(of_node)]

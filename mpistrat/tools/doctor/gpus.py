@@ -58,7 +58,8 @@ def look(driver: Driver) -> Gpus:
     """Return the GPUs and the NCCL that a child process sees when it imports torch and CuPy.
 
     A child process does it, because the import may crash or hang. Its failure is in `torch_error` of the result.
-    Args: driver: if CUDA's driver hangs, no child is started.
+    Called by: the first rank on each node, for its node.
+    Args: driver: if CUDA's driver hangs, no child is started, and `torch_error` says so.
     """
     if driver.hangs:  # every question would take its full time limit while the other ranks wait
         return Gpus(torch_error="not asked: CUDA's driver hangs")
@@ -158,9 +159,9 @@ def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
 
 
 def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
-    """Find a torch that cannot use the node's `number` GPUs: a build for CPUs, or for a newer driver.
+    """Yield a finding if torch cannot use the node's `number` GPUs: it is a build for CPUs, or for a newer driver.
 
-    Nothing if torch is not installed.
+    Yields nothing if torch is not installed.
     """
     if not gpus.torch:
         return
@@ -179,7 +180,7 @@ def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
 
 
 def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
-    """Find a node where more ranks use GPUs than there are GPUs. GPUs are counted over all ranks of the node.
+    """Yield a warning if more ranks of a node use GPUs than the node has. GPUs are counted over all of its ranks.
 
     Ranks may see different GPUs, by --gpus-per-task or by a script that the launcher starts.
     """

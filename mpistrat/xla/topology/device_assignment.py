@@ -22,7 +22,8 @@ class DeviceOrderMode(enum.IntEnum):
     """The order in which `DeviceAssignment.build` gives cores of the mesh to replicas and to their logical cores.
 
     AUTO: rings where `RING` is possible, else the order of `MESH`.
-    RING: each replica is a neighbour of the next, and the last is a neighbour of the first. A replica's chips, too.
+    RING: each replica is a neighbour of the next, and the last is a neighbour of the first. The chips of each replica
+        form such a ring, too.
     MESH: the order of coordinates.
 
     Example:
@@ -299,11 +300,14 @@ def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
 def _by_device(
     topology: TpuTopology, shape: Lengths, stride: Lengths, num_replicas: int
 ) -> NDArray[np.int32]:
-    """Give the replicas the cores in the order of tasks and of each task's devices.
+    """Return the cores of each replica: the topology's devices, by task and then by device number, dealt out in order.
 
-    Used for a mesh in which coordinates have no device; a replica's cores need not be neighbours.
+    Used for a mesh with coordinates that have no device; a replica's cores need not be neighbours.
+    Args:
+        shape: the computation shape, the box of one replica's cores; only its number of cores counts.
+        stride: the computation stride, the distances between a replica's cores; all must be 1.
     Returns: integers of shape [replicas, cores per replica, 4]; the last axis is (x, y, z, core on the chip).
-    Raises: ValueError if the stride is not 1, or if there are fewer devices than cores are needed.
+    Raises: ValueError if a number of `stride` is not 1, or if there are fewer devices than the replicas need.
     """
     if math.prod(stride) != 1:
         raise ValueError(

@@ -141,7 +141,8 @@ class HierarchicalDeviceTransport(DeviceTransport):
     def _spread(self, buffer: Array, root: int) -> None:
         """Broadcast `buffer` from rank `root`: within its node, then between the nodes, then within the other nodes.
 
-        Between the nodes, each rank of the root's node sends its slice. The ranks of each other node join the slices.
+        Each rank of the root's node sends one slice to the other nodes. There, the node's ranks all-gather the slices.
+        Args: root: a rank of this transport (0 to `size` - 1, over all nodes).
         """
         flat, whole, own_slice = self._sliced(buffer)
         node, place = self._nodes[root], self._places[self.rank]
