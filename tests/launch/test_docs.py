@@ -1,10 +1,11 @@
 """The programs of README and of docs/ run as they stand."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from support.documentation import TOP, program_of
+from support.documentation import TOP, program_of, programs_of
 
 STRATEGY = "strategy = ms.MultiWorkerMirroredStrategy()"
 TRAINING = f"""{STRATEGY}
@@ -59,6 +60,16 @@ def test_programs_run(launcher, tmp_path: Path, page: str) -> None:
     program.write_text(program_of(page, before, after), encoding="utf-8")
     job = launcher.run_python(ranks, program, forked=True, cwd=tmp_path)
     assert job.returncode == 0, job.output
+
+
+def test_readmes_script_can_be_pasted(launcher, tmp_path: Path) -> None:
+    """It needs no line that README does not show, and its loss is the same on each number of ranks."""
+    program = tmp_path / "train.py"
+    program.write_text(programs_of("README.md")[0], encoding="utf-8")
+    jobs = [launcher.run_python(ranks, program, forked=True, cwd=tmp_path) for ranks in (1, 2)]
+    assert [job.returncode for job in jobs] == [0, 0], jobs[1].output
+    losses = [float(re.findall(r"^last loss (\d\.\d{4})$", job.stdout, re.M)[0]) for job in jobs]
+    assert losses[0] == losses[1] < 0.4
 
 
 def test_no_program_is_left_out() -> None:

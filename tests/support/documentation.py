@@ -45,6 +45,9 @@ def step(batch):
 
 def program_of(page: str, before: str = "", after: str = "") -> str:
     """All programs of a page as one, between lines that it does not show."""
+    return "\n".join([OPEN_NAMES, before, *programs_of(page), after])
+
+
+def programs_of(page: str) -> list[str]:
     text = (TOP / page).read_text(encoding="utf-8")
-    programs = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return "\n".join([OPEN_NAMES, before, *programs, after])
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
