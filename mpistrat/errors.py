@@ -80,10 +80,12 @@ class FailedPreconditionError(OpError):
 
     Example, on several ranks::
 
-        try:
-            strategy.run(step)
-        except ms.errors.FailedPreconditionError as error:
-            print(error)
+        def step():  # the chief takes this worker for dead, and has let another worker do the step
+            try:
+                total.assign_add(1.0)
+            except ms.errors.FailedPreconditionError as error:
+                print(error)
+                raise
     """
 
 
@@ -106,8 +108,15 @@ class CancelledError(OpError):
 
         value = coordinator.schedule(step)
         try:
+            coordinator.join()  # raises the error of the function that failed, and cancels the others
+        except OSError as error:
+            print(error)
+
+    Example, on several ranks::
+
+        try:
             print(value.fetch())
-        except ms.errors.CancelledError:
+        except ms.errors.CancelledError:  # `join` has raised the cause, and it is mended
             value = coordinator.schedule(step)
     """
 

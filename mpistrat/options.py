@@ -44,8 +44,12 @@ class CommunicationImplementation(enum.Enum):
     MPI: through MPI's own collectives, without shared memory.
 
     Example:
-        >>> ms.CommunicationOptions(implementation="ring").implementation
-        <CommunicationImplementation.RING: 'RING'>
+        >>> options = ms.CommunicationOptions(implementation=ms.CommunicationImplementation.RING)
+        >>> options == ms.CommunicationOptions(implementation="ring")
+        True
+        >>> ms.CommunicationOptions(implementation="fast")
+        Traceback (most recent call last):
+        ValueError: implementation must be one of AUTO, RING, NCCL, HIERARCHICAL, MPI; got 'fast'
     """
 
     AUTO = "AUTO"
@@ -165,8 +169,8 @@ def CollectiveHints(  # noqa: N802 - the deprecated name that tf.distribute keep
     """Return `CommunicationOptions(bytes_per_pack, timeout_seconds)`: a deprecated name.
 
     Example:
-        >>> ms.experimental.CollectiveHints(bytes_per_pack=1 << 20).bytes_per_pack
-        1048576
+        >>> ms.experimental.CollectiveHints(bytes_per_pack=1 << 20) == ms.CommunicationOptions(bytes_per_pack=1 << 20)
+        True
     """
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
 
@@ -178,9 +182,8 @@ class RunOptions:
     `run` calls functions as they are, with arrays of any shapes. XLA compiles steps for each set of shapes.
 
     Example:
-        >>> options = ms.RunOptions(experimental_xla_options=None)
-        >>> options.experimental_enable_dynamic_batch_size
-        True
+        >>> ms.OneDeviceStrategy("cpu").run(abs, args=(-1,), options=ms.RunOptions())  # warns, and calls `abs`
+        1
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -192,9 +195,12 @@ class InputReplicationMode(enum.Enum):
     """Whether an input function is called once for each worker, or once for each replica.
 
     Example:
-        >>> mode = ms.InputReplicationMode.PER_REPLICA
-        >>> ms.InputOptions(experimental_replication_mode=mode).experimental_replication_mode.name
-        'PER_REPLICA'
+        >>> def batches(context):  # called for each of the two replicas
+        ...     return [np.array([context.input_pipeline_id])]
+        >>> options = ms.InputOptions(experimental_replication_mode=ms.InputReplicationMode.PER_REPLICA)
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> [step.values for step in strategy.distribute_datasets_from_function(batches, options)]
+        [(array([0]), array([1]))]
     """
 
     PER_WORKER = "PER_WORKER"
@@ -210,8 +216,10 @@ class AutoShardPolicy(enum.Enum):
     OFF: each worker reads the whole dataset.
 
     Example:
-        >>> ms.InputOptions(experimental_auto_shard_policy="data").experimental_auto_shard_policy
-        <AutoShardPolicy.DATA: 'DATA'>
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])  # one worker with two replicas
+        >>> options = ms.InputOptions(experimental_auto_shard_policy=ms.AutoShardPolicy.DATA)
+        >>> [step.values for step in strategy.experimental_distribute_dataset([np.arange(4)], options)]
+        [(array([0, 1]), array([2, 3]))]
     """
 
     AUTO = "AUTO"
@@ -238,9 +246,12 @@ class InputOptions:
     Raises: ValueError for an unknown policy, or a buffer size below 1; TypeError for another mode.
 
     Example:
-        >>> options = ms.InputOptions(experimental_per_replica_buffer_size=4)
-        >>> options.experimental_fetch_to_device, options.experimental_per_replica_buffer_size
-        (None, 4)
+        >>> options = ms.InputOptions(experimental_auto_shard_policy="off", experimental_per_replica_buffer_size=4)
+        >>> list(ms.OneDeviceStrategy("cpu").experimental_distribute_dataset([np.zeros(2)], options))
+        [array([0., 0.])]
+        >>> ms.InputOptions(experimental_auto_shard_policy="files")
+        Traceback (most recent call last):
+        ValueError: experimental_auto_shard_policy must be one of AUTO, FILE, DATA, OFF; got 'files'
     """
 
     experimental_fetch_to_device: bool | None = None

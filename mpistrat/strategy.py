@@ -174,13 +174,21 @@ class Strategy(RankMethods):
         Raises: RuntimeError if a rank has several replicas, with TPUs or parameter servers, inside `run`, and in
             another strategy's scope.
 
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with ThreadPoolExecutor(1, initializer=strategy.enter_replica) as thread:  # it stays entered
+            ...     thread.submit(ms.in_cross_replica_context).result()
+            False
+
         Example, on several ranks::
 
             strategy = ms.MultiWorkerMirroredStrategy()
-            strategy.enter_replica()
-            model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+            model, optimizer, loader = strategy.enter_replica().prepare(model, optimizer, loader)
             for images, labels in loader:
+                optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
         """
         self.replica().__enter__()
         return self

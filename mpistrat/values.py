@@ -130,9 +130,6 @@ class DistributedValues(ReadsAsArray):
     Inside `run`, NumPy and torch take it as the array of the replica that calls them. Outside `run` they raise
     ValueError.
 
-    Attributes:
-        values: tuple of the components, in replica order.
-
     Example:
         >>> values = ms.DistributedValues([np.arange(2), np.arange(3)])
         >>> [component.shape for component in values.values]
@@ -146,6 +143,7 @@ class DistributedValues(ReadsAsArray):
 
     @property
     def values(self) -> tuple[Any, ...]:
+        """The components of this rank's replicas, in replica order."""
         return self._values
 
     def _read(self) -> Any:

@@ -32,9 +32,10 @@ class WireFormat(Protocol):
     Example:
         >>> class Whole:
         ...     def combine(self, communicator, values, residual):
-        ...         communicator.all_reduce(values)
-        >>> ms.CommunicationOptions(wire_format=Whole()).wire_format is not None
-        True
+        ...         communicator.all_reduce(values)  # sends all digits of float32, so `residual` stays zero
+        >>> options = ms.CommunicationOptions(wire_format=Whole())
+        >>> ms.wire_formats.name_of(options.wire_format)  # the ranks compare this name
+        'Whole'
     """
 
     def combine(
@@ -92,6 +93,11 @@ class ShortFloats:
     def combine(
         self, communicator: Communicator, values: torch.Tensor, residual: torch.Tensor
     ) -> None:
+        """Add up `values` over the ranks, in place, and put the rounding errors into `residual`.
+
+        Called by: all ranks of `communicator`.
+        Args: values, residual: float32, 1-D, of equal length on all ranks.
+        """
         import torch
 
         values += residual
@@ -132,6 +138,11 @@ class TopK:
     def combine(
         self, communicator: Communicator, values: torch.Tensor, residual: torch.Tensor
     ) -> None:
+        """Add up the largest `values` of each rank, in place; the values that are not sent go into `residual`.
+
+        Called by: all ranks of `communicator`.
+        Args: values, residual: float32, 1-D, of equal length on all ranks.
+        """
         residual += values
         count = min(values.numel(), max(1, int(self.fraction * values.numel())))
         places = residual.abs().nan_to_num_(nan=math.inf).topk(count, sorted=False).indices.int()

@@ -58,7 +58,8 @@ class Checkpoint:
         >>> checkpoint.check_alike("save")  # raises if optimizers differ between ranks
         >>> [name for name, state in checkpoint.common_states()]
         ['strategy', 'counts']
-        >>> exchanged, local = checkpoint.rank_states()
+        >>> [list(states) for states in checkpoint.rank_states()]  # the names of exchanged and of local states
+        [['random'], []]
     """
 
     def __init__(self, **objects: Any) -> None:

@@ -58,8 +58,8 @@ class CheckpointManager:
         >>> manager = ms.checkpoint.CheckpointManager(ms.checkpoint.Checkpoint(model=model), "saved", keep=2)
         >>> path = manager.save(120, wait=False)  # a thread writes it
         >>> manager.wait()
-        >>> manager.latest_checkpoint == path and path
-        '...saved...step-00000120'
+        >>> manager.directory, manager.latest_checkpoint
+        ('...saved', '...saved...step-00000120')
 
     Example:
         >>> manager = ms.checkpoint.CheckpointManager(ms.checkpoint.Checkpoint(n=ms.Variable(1)), "counts")
@@ -92,6 +92,7 @@ class CheckpointManager:
 
     @property
     def directory(self) -> str:
+        """Path of the folder that has the checkpoints. `claim` or the first `save` makes the folder."""
         return self._directory.path
 
     @property

@@ -31,14 +31,17 @@ class ClusterResolver(ABC):
         task_type, task_id: this process's task, such as "worker" and 1; None if not known.
         rpc_layer: the prefix of the addresses that `master` returns, such as "grpc"; None for no prefix.
         environment: has no effect; the property `environment` returns it.
+    Attributes:
+        task_type, task_id, rpc_layer: the values of Args, or those that the subclass finds; None if not known. A
+            program may set them, unless the subclass raises RuntimeError.
 
     Example:
         >>> spec = ms.cluster_resolver.ClusterSpec({"worker": ["n1:8888", "n2:8888"]})
         >>> resolver = ms.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=1)
         >>> resolver.cluster_spec().jobs, resolver.master("worker", 0), resolver.num_accelerators()
         (['worker'], 'n1:8888', {})
-        >>> resolver.topology().rank, resolver.topology().size
-        (1, 2)
+        >>> resolver.topology().rank, resolver.topology().size, resolver.environment
+        (1, 2, '')
     """
 
     launcher = "cluster_spec"  # the name of the job's launcher in `topology`
@@ -92,6 +95,7 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str | None:
+        """The environment that the resolver was made with, "" by default. The package does not use it."""
         return self._environment
 
     task_type: str | None = _value("task_type")

@@ -28,6 +28,13 @@ class ClusterSpec:
         ('n2:8888', [None, 'n3:8888'])
         >>> cluster.as_dict()
         {'worker': ['n1:8888', 'n2:8888'], 'ps': {1: 'n3:8888'}}
+
+    Example:
+        >>> cluster = ms.cluster_resolver.ClusterSpec({"worker": ["n1:8888"], "ps": {1: "n3:8888"}})
+        >>> cluster.jobs, cluster.num_tasks("worker"), cluster.task_indices("ps")
+        (['worker', 'ps'], 1, [1])
+        >>> cluster.as_cluster_def()
+        ClusterDef(jobs=(('worker', ((0, 'n1:8888'),)), ('ps', ((1, 'n3:8888'),))))
     """
 
     def __init__(self, cluster: dict[str, Any] | ClusterDef | ClusterSpec):
@@ -43,12 +50,15 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
+        """The names of the jobs, in the order in which they were given; [] for an empty cluster."""
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
+        """Return the number of tasks of a job, 0 if it has no tasks. Raises: ValueError if there is no such job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
+        """Return the indices of a job's tasks in ascending order. Raises: ValueError if there is no such job."""
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
@@ -79,6 +89,7 @@ class ClusterSpec:
         return {job: _densest(tasks) for job, tasks in self._jobs.items()}
 
     def as_cluster_def(self) -> ClusterDef:
+        """Return the jobs and their addresses as a `ClusterDef`: nested tuples, with tasks sorted by index."""
         jobs = ((job, tuple(sorted(tasks.items()))) for job, tasks in self._jobs.items())
         return ClusterDef(tuple(jobs))
 

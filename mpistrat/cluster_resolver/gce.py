@@ -29,7 +29,7 @@ class GCEClusterResolver(ListedTasksResolver):
     Raises: ImportError without the package google-cloud-compute (extra `gce`). `cluster_spec`, `master` and `topology`
         raise UnavailableError if the API cannot be reached, or refuses.
 
-    Example, on several nodes::
+    Example, on Google Cloud::
 
         resolver = ms.cluster_resolver.GCEClusterResolver("project", "us-west1-a", "workers", port=8470)
         print(resolver.cluster_spec(), resolver.master("worker", 0))

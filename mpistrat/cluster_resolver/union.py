@@ -25,8 +25,8 @@ class UnionResolver(ClusterResolver):
         >>> simple, spec = ms.cluster_resolver.SimpleClusterResolver, ms.cluster_resolver.ClusterSpec
         >>> workers, servers = simple(spec({"worker": ["n1:8888"]}), "n1:8888"), simple(spec({"ps": ["n2:8888"]}))
         >>> union = ms.cluster_resolver.UnionResolver(workers, servers)
-        >>> union.cluster_spec(), union.master(), union.num_accelerators()
-        (ClusterSpec({'ps': ['n2:8888'], 'worker': ['n1:8888']}), 'n1:8888', {})
+        >>> union.cluster_spec(), union.master(), union.num_accelerators(), union.environment
+        (ClusterSpec({'ps': ['n2:8888'], 'worker': ['n1:8888']}), 'n1:8888', {}, '')
     """
 
     launcher = "union"
@@ -81,6 +81,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
+        """The first resolver's `environment`."""
         return self._resolvers[0].environment
 
     def _get(self, name: str) -> Any:

@@ -51,14 +51,12 @@ class Communicator(abc.ABC):
         >>> communicator.all_gather(values), communicator.all_gather_object("name")
         ([array([1., 2.])], ['name'])
 
-    Example, on several ranks::
-
-        strategy = ms.MultiWorkerMirroredStrategy()
-        communicator = strategy.extended.communicator
-        values = np.full(3, float(communicator.rank))
-        communicator.reduce(values, root=0)
-        seed = communicator.broadcast_object(np.random.randint(100))
-        communicator.barrier(label="before the first step")
+    Example:
+        >>> communicator, values = ms.OneDeviceStrategy("cpu").extended.communicator, np.array([1.0, 2.0])
+        >>> communicator.barrier(label="before the first step")
+        >>> communicator.reduce(values, root=0)  # on rank 0, `values` becomes the sum over all ranks
+        >>> values, communicator.broadcast_object({"seed": 7}, root=0)
+        (array([1., 2.]), {'seed': 7})
     """
 
     rank: int
@@ -209,12 +207,11 @@ class Communicator(abc.ABC):
     def split(self, color: int, key: int = 0) -> Communicator:
         """Return a new communicator of the ranks with the same `color`, ordered by `key`, then by rank. Collective.
 
-        Example, on several ranks::
-
-            strategy = ms.MultiWorkerMirroredStrategy()
-            communicator = strategy.extended.communicator
-            half = communicator.split(color=communicator.rank % 2)
-            print(half.rank, half.size)
+        Example:
+            >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+            >>> half = communicator.split(color=communicator.rank % 2)  # even ranks, odd ranks
+            >>> half.rank, half.size
+            (0, 1)
         """
 
     def by(self, implementation: CommunicationImplementation) -> Communicator:
@@ -249,8 +246,11 @@ class Communicator(abc.ABC):
 
         Example:
             >>> communicator, values = ms.OneDeviceStrategy("cpu").extended.communicator, np.ones(2)
+            >>> communicator.barrier(label="all ranks are about to add up `values`")
             >>> with communicator.following():
             ...     communicator.all_reduce(values, follows=True)
+            >>> values
+            array([1., 1.])
         """
         return self.contract.following()
 
@@ -274,9 +274,12 @@ class Communicator(abc.ABC):
         """Return a context around checks of this rank's operands: it passes errors of its block to `raise_together`.
 
         Example:
-            >>> communicator, rows = ms.OneDeviceStrategy("cpu").extended.communicator, np.ones((2, 3))
+            >>> communicator, rows = ms.OneDeviceStrategy("cpu").extended.communicator, np.ones(3)
             >>> with communicator.raising_together():
-            ...     assert rows.ndim == 2, f"expected 2 dimensions, got {rows.ndim}"
+            ...     if rows.ndim != 2:
+            ...         raise ValueError(f"expected 2 dimensions, got {rows.ndim}")
+            Traceback (most recent call last):
+            ValueError: expected 2 dimensions, got 1
         """
         return RaisingTogether(self.raise_together)
 

@@ -81,7 +81,7 @@ class NcclAllReduce(_PackedAllReduce):
     Example:
         >>> ops = ms.NcclAllReduce(num_packs=2)
         >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
-        >>> strategy.reduce("sum", ms.PerReplica([np.ones(2), np.ones(2)]), axis=None)
+        >>> strategy.reduce("sum", ms.PerReplica([np.ones(2), np.ones(2)]), axis=None)  # NCCL itself only on GPUs
         array([2., 2.])
     """
 

@@ -34,15 +34,16 @@ class DivergenceSentinel:
         strategy: the strategy whose mirrored state is compared.
         every: number of calls of `backward()` from one comparison to the next; the same on all ranks.
     Raises:
-        ValueError: on all ranks, if `every` is no int from 1 on, or differs between ranks. Later `backward()` raises
-            `errors.DivergenceError` on all ranks, and leaves `.grad` as it was before.
+        ValueError: on all ranks, if `every` is no int from 1 on, or differs between ranks.
+        DivergenceError: on all ranks, by a later `backward()` that finds a difference; it leaves `.grad` as it was.
 
     Example:
-        >>> strategy = ms.OneDeviceStrategy("cpu")
-        >>> sentinel = ms.fault_tolerance.DivergenceSentinel(strategy, every=100)
-        >>> sentinel.check()  # raises DivergenceError if parameters differ between ranks
-        >>> sentinel.words(), sentinel.received(sentinel.words())  # the strategy calls these in backward()
-        (array([], dtype=int32), None)
+        >>> with ms.MirroredStrategy(["cpu:0", "cpu:1"]).scope() as strategy:
+        ...     count, sentinel = ms.Variable(0), ms.fault_tolerance.DivergenceSentinel(strategy, every=100)
+        >>> ids = strategy.run(lambda: count.assign(ms.get_replica_context().replica_id_in_sync_group))
+        >>> sentinel.check()  # the replicas have set their copies to 0 and to 1
+        Traceback (most recent call last):
+        mpistrat.errors.DivergenceError: variable 'Variable' is not the same any more on all ranks ...
     """
 
     def __init__(self, strategy: Strategy, every: int = 100) -> None:
@@ -81,6 +82,14 @@ class DivergenceSentinel:
         """Return the digest, int32[4], at every `every`-th `backward()`; at other calls an empty array, int32[0].
 
         Called by: each reduction of gradients, which sends the words along and takes their maxima over all ranks.
+
+        Example:
+            >>> sentinel = ms.fault_tolerance.DivergenceSentinel(ms.OneDeviceStrategy("cpu"), every=2)
+            >>> sentinel.words()  # the first backward() compares nothing
+            array([], dtype=int32)
+            >>> sentinel.received(sentinel.words())
+            >>> sentinel.words().shape  # the second backward() sends the digest
+            (4,)
         """
         due = (self._calls + 1) % self._every == 0
         return self._digest_words() if due else np.empty(0, np.int32)

@@ -76,6 +76,7 @@ class TerminationConfig:
         self.signal_numbers()
 
     def signal_numbers(self) -> tuple[int, ...]:
+        """Return the numbers of `signals`, in the same order; on Linux (15, 10, 12) by default."""
         return tuple(map(_number, self.signals))
 
 

@@ -263,6 +263,7 @@ class Optional:
         self._value, self._has_value = value, has_value
 
     def has_value(self) -> bool:
+        """Whether there is a step."""
         return self._has_value
 
     def get_value(self) -> Any:
@@ -434,6 +435,15 @@ class DistributedIterator(Iterator[Any]):
             raise OutOfRangeError("the distributed dataset has ended") from None
 
     def get_next_as_optional(self) -> Optional:
+        """Return the next step in an `Optional`, after the last step an empty `Optional`. Called by: every rank.
+
+        Example:
+            >>> iterator = iter(ms.OneDeviceStrategy("cpu").experimental_distribute_dataset([np.arange(2)]))
+            >>> iterator.get_next_as_optional().get_value()
+            array([0, 1])
+            >>> iterator.get_next_as_optional().has_value()
+            False
+        """
         try:
             return Optional(next(self), True)
         except StopIteration:
@@ -479,12 +489,12 @@ class DistributedIterator(Iterator[Any]):
         Raises: ValueError if `DistributedDataset.load_state_dict` refuses `state`.
 
         Example:
-            >>> strategy = ms.OneDeviceStrategy("cpu")
-            >>> iterator = iter(strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 2)))
-            >>> _, state, _ = next(iterator), iterator.state_dict(), next(iterator)
+            >>> iterator = iter(ms.OneDeviceStrategy("cpu").experimental_distribute_dataset([np.ones(2), np.ones(3)]))
+            >>> state = iterator.state_dict()  # before the first step
+            >>> steps = list(iterator)
             >>> iterator.load_state_dict(state)
-            >>> next(iterator)
-            array([2, 3])
+            >>> next(iterator)  # the first step again
+            array([1., 1.])
         """
         self._dataset.load_state_dict(state)
         self._begin(state["epoch"], state["steps"])

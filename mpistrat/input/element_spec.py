@@ -20,11 +20,11 @@ class ArraySpec:
         library: "numpy", "torch" or "cupy".
 
     Example:
+        >>> ms.input.ArraySpec.of(np.ones((4, 3)))
+        ArraySpec(shape=(4, 3), dtype='float64', library='numpy')
         >>> spec = ms.input.ArraySpec((None, 3), "float32", library="torch")
-        >>> spec.with_batch(32).shape
-        (32, 3)
-        >>> spec.empty().shape
-        torch.Size([0, 3])
+        >>> spec.with_batch(32).shape, spec.empty().shape
+        ((32, 3), torch.Size([0, 3]))
     """
 
     shape: tuple[int | None, ...]
@@ -33,6 +33,7 @@ class ArraySpec:
 
     @classmethod
     def of(cls, array: Array) -> ArraySpec:
+        """Return the spec of a NumPy, torch or CuPy array, with the array's sizes. The dtype of any text is "str"."""
         library = (
             "torch" if arrays.is_torch(array) else "cupy" if arrays.is_cupy(array) else "numpy"
         )

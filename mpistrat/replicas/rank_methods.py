@@ -131,10 +131,12 @@ class RankMethods:
             RuntimeError: inside `run`, if this rank has several replicas.
 
         Example:
-            >>> strategy = ms.OneDeviceStrategy("cpu")
-            >>> with strategy.first_rank_first():
-            ...     np.save("data.npy", np.arange(3))
-            ...     data = np.load("data.npy")
+            >>> import os
+            >>> with ms.OneDeviceStrategy("cpu").first_rank_first():
+            ...     if not os.path.exists("data.npy"):  # on rank 0; the other ranks find the file
+            ...         np.save("data.npy", np.arange(3))
+            >>> np.load("data.npy")
+            array([0, 1, 2])
         """
         if self._extended.num_local_replicas > 1 and current_local_replica() is not None:
             raise RuntimeError(

@@ -73,10 +73,7 @@ class StrategyExtended(abc.ABC):
         given_steps: the steps that distributed datasets have given on this rank.
         sharded: the arrays that `Strategy.shard` has cut on this rank.
         first_step_notice: prints at the first step how many ranks work together.
-        experimental_between_graph: whether each rank runs a program of its own.
-        experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
-        should_save_summary: whether this rank is to write logs; True on one rank.
 
     Example:
         >>> extended = ms.OneDeviceStrategy("cpu").extended
@@ -84,6 +81,11 @@ class StrategyExtended(abc.ABC):
         (('cpu:0',), ('cpu:0',), True)
         >>> extended.explain()
         'one rank: nothing moves'
+
+    Example:
+        >>> extended = ms.OneDeviceStrategy("cpu").extended
+        >>> extended.experimental_between_graph, extended.experimental_should_init, extended.should_save_summary
+        (False, True, True)
     """
 
     experimental_require_static_shapes = False
@@ -107,6 +109,7 @@ class StrategyExtended(abc.ABC):
 
     @property
     def experimental_between_graph(self) -> bool:
+        """Whether each rank runs a program of its own."""
         return self._between_graph
 
     @abc.abstractmethod
@@ -118,10 +121,12 @@ class StrategyExtended(abc.ABC):
 
     @property
     def experimental_should_init(self) -> bool:
+        """Whether this rank makes the first values of variables."""
         return self.variables.owns_initial_values
 
     @property
     def should_save_summary(self) -> bool:
+        """Whether this rank is to write logs; True on one rank."""
         return self.variables.owns_initial_values and self.communicator.rank == 0
 
     @property

@@ -56,8 +56,18 @@ class MultiWorkerMirroredStrategy(Strategy):
     Example:
         >>> strategy = ms.MultiWorkerMirroredStrategy(devices=["cpu:0"], gradients="mean")
         >>> model = strategy.prepare(torch.nn.Linear(2, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> strategy.rank, strategy.world_size, strategy.num_replicas_in_sync
         (0, 1, 1)
+
+    Example, on several ranks::
+
+        def step(inputs, targets):  # one replica's work, with the model and the optimizer from above
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # .grad is the mean over all ranks
+            optimizer.step()
+        for batch in strategy.experimental_distribute_dataset(loader):
+            strategy.run(step, args=batch)
     """
 
     def __init__(

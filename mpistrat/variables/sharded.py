@@ -36,7 +36,7 @@ class ShardedVariable(Variable):
 
     Example:
         >>> table = ms.ShardedVariable([ms.Variable([1.0, 2.0]), ms.Variable([3.0])], name="table")
-        >>> table.read_value(), table.sparse_read([2, 0])
+        >>> table.read_value(), table.sparse_read([2, 0])  # shard by shard, as in TensorFlow: row 0 comes before row 2
         (array([1., 2., 3.], dtype=float32), array([1., 3.], dtype=float32))
         >>> table.load_state(table.state() + 1)
         >>> table[1:], table.offsets

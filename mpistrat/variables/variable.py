@@ -118,10 +118,18 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The sizes of the value's dimensions; () for a number.
+
+        Example:
+            >>> table = ms.Variable([[1.0, 2.0]])
+            >>> table.shape, table.dtype
+            ((1, 2), dtype('float32'))
+        """
         raise NotImplementedError
 
     @property
     def dtype(self) -> Any:
+        """The dtype of the array that `read_value` returns, as its library (NumPy, torch or CuPy) gives it."""
         raise NotImplementedError
 
     def value(self) -> Array:

@@ -78,6 +78,13 @@ class ClusterCoordinator:
 
     @property
     def strategy(self) -> Strategy:
+        """The ParameterServerStrategy whose workers execute the functions.
+
+        Example, on several ranks::
+
+            coordinator = ms.coordinator.ClusterCoordinator(strategy)
+            assert coordinator.strategy is strategy
+        """
         return self._strategy
 
     def schedule(

@@ -76,10 +76,10 @@ class RemoteValue(ReadsAsArray):
 
         Example:
             >>> from threading import Condition
-            >>> value = ms.coordinator.RemoteValue(Condition(), bytes.decode)
-            >>> value.put(b"done")
-            >>> value.get()
-            'done'
+            >>> value = ms.coordinator.RemoteValue(Condition(), bytes.decode, name="step")
+            >>> value.put(None, ms.errors.CancelledError("another function failed"))
+            >>> value
+            <RemoteValue of step: CancelledError: another function failed>
         """
         self._packed, self._error = packed, error
         self._finished = True

@@ -57,6 +57,12 @@ class DeviceAssignment:
         ((2, 2, 4), (0, 0, 0, 2))
         >>> assignment.lookup_replicas(task_id=0, logical_core=1), assignment.tpu_ordinal(1, 1)
         ([0, 1], 3)
+
+    Example:
+        >>> mesh = ms.tpu.Topology(mesh_shape=[1, 1, 1, 4], device_coordinates=[[[0, 0, 0, i] for i in range(4)]])
+        >>> assignment = ms.tpu.DeviceAssignment.build(mesh, computation_shape=[1, 1, 1, 2], num_replicas=2)
+        >>> assignment.topology == mesh, assignment.num_replicas, assignment.num_cores_per_replica
+        (True, 2, 2)
     """
 
     def __init__(
@@ -128,14 +134,17 @@ class DeviceAssignment:
 
     @property
     def topology(self) -> TpuTopology:
+        """The mesh that has the cores."""
         return self._topology
 
     @property
     def num_replicas(self) -> int:
+        """The number of replicas that have cores."""
         return self._core_assignment.shape[0]
 
     @property
     def num_cores_per_replica(self) -> int:
+        """The number of cores of each replica."""
         return self._core_assignment.shape[1]
 
     @property

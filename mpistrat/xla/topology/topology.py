@@ -32,6 +32,11 @@ class TpuTopology:
         ((2, 1, 4), 0, (0, 4))
         >>> ms.tpu.Topology(serialized=topology.serialized()) == topology
         True
+
+    Example:
+        >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
+        >>> topology.mesh_shape, topology.num_tasks, topology.num_tpus_per_task
+        (array([2, 1, 1, 1], dtype=int32), 2, 1)
     """
 
     mesh_rank = MESH_RANK
@@ -54,6 +59,7 @@ class TpuTopology:
 
     @property
     def mesh_shape(self) -> NDArray[np.int32]:
+        """The number of cores along each axis (x, y, z, core): read-only int32 of shape [4]."""
         return self._mesh_shape
 
     @property
@@ -66,10 +72,12 @@ class TpuTopology:
 
     @property
     def num_tasks(self) -> int:
+        """The number of tasks that drive the TPU slice."""
         return self._device_coordinates.shape[0]
 
     @property
     def num_tpus_per_task(self) -> int:
+        """The number of devices of each task."""
         return self._device_coordinates.shape[1]
 
     @property
