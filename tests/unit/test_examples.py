@@ -30,7 +30,14 @@ ATTRIBUTES = {  # of data classes, and under "Attributes:"
         *re.findall(r"^ *(?:Attributes: *)?(\w+):", name.docstring(), re.M),
     ]
 }
-OF_OTHERS = {"backward", "close", "manual_seed", "mean", "random"}  # torch's and Python's
+OF_OTHERS = {
+    "backward",
+    "close",
+    "manual_seed",
+    "mean",
+    "random",
+    "zero_grad",
+}  # torch's and Python's
 
 
 @pytest.fixture(scope="module")
