@@ -53,8 +53,8 @@ class PublicName:
             names = [owner.__name__ for owner in self.thing.__mro__]
             end = min((names.index(name) for name in self.until), default=len(names))
             owners += [base for base in self.hidden_bases() if base in self.thing.__mro__[:end]]
-        names = dict.fromkeys(name for owner in owners for name in _members(owner))
-        docstrings = {name: _docstring_of(self.thing, name) for name in names}
+        members = dict.fromkeys(name for owner in owners for name in _members(owner))
+        docstrings = {name: _docstring_of(self.thing, name) for name in members}
         attributes = re.findall(r"^(?:Attributes:| ) *([\w, ]+):", self.docstring(), re.M)
         described = {name for entry in attributes for name in entry.split(", ")}
         return {name: text for name, text in docstrings.items() if text or name not in described}
