@@ -119,7 +119,7 @@ def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
 def link(between: Cost, nodes: int) -> tuple[float, float]:
     """Return the seconds of an empty message, and the seconds of a byte on a link: the inverse of `over_nodes`.
 
-    Called by: `mpistrat-bench`.
+    Called by: `mpistrat-bench`, to foresee other numbers of nodes.
 
     Args:
         between: the measured cost of an all-reduce between nodes.

@@ -186,7 +186,7 @@ class VariablesOnServers(VariableStore):
 
         Called by: every worker, in the same order.
         Args:
-            dtype, shape: of the whole variable; None takes them from `initial_value`.
+            dtype, shape: dtype and shape of the whole variable; None takes them from `initial_value`.
         Returns: the address of the array, or of each part of a split variable.
         Raises: on all workers, the owner's error; CollectiveMismatchError for another name, shape or dtype than the
             owner's.
