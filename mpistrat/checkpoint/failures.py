@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
     """A context around operations on a file. An OSError of its block is replaced by one with `path` and `sizes()`.
 
-    The new OSError has the same errno, and no `__cause__` in its traceback. Other errors pass unchanged.
+    The new OSError has the same errno, and its traceback does not show the original error. Other errors pass unchanged.
 
     Args:
         path: the file's path, the `filename` of the new error.

@@ -211,8 +211,8 @@ class GivenSteps:
             self.tell_once(
                 "backward() inside replica(): a loader gave several steps before the first backward(). Gradients are "
                 "weighted by the last step, and are wrong for an earlier step of another size. Call backward() before "
-                f"you ask for the next step, or use steps that divide by {self._num_replicas} replicas "
-                "(drop_last=True), or scale the loss with compute_average_loss(…, global_batch_size=…)"
+                f"you ask for the next step, or use drop_last=True (with a batch size that {self._num_replicas} "
+                "divides), or scale the loss with compute_average_loss(…, global_batch_size=…)"
             )
         if self._last is None and self._left_uneven:
             self.tell_once(

@@ -116,9 +116,7 @@ def _output_of(command: list[str], seconds: float) -> str:
             env={**environment_of_children(), **_TIME_FORMAT},
         )
     except subprocess.TimeoutExpired:
-        raise SlurmError(
-            f"{command[0]}: not answered within {seconds:g} s; try it by hand"
-        ) from None
+        raise SlurmError(f"{command[0]} not answered within {seconds:g} s; try by hand") from None
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error.strerror}") from None
     if done.returncode:

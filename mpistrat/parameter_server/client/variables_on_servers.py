@@ -182,7 +182,7 @@ class VariablesOnServers(VariableStore):
     ) -> list[Address]:
         """Make the arrays of a new variable or torch tensor on the servers.
 
-        The owner (the rank with `owns`) makes them, with its initial value; the other ranks wait until it has.
+        The owner (the rank with `owns`) makes them, with its initial value; the other ranks wait until they exist.
 
         Called by: every worker, in the same order.
         Args:

@@ -116,7 +116,7 @@ class ChangeLock:
 
 @contextlib.contextmanager
 def consistent_snapshot(routes: Routes) -> Iterator[None]:
-    """A context in which no other client changes arrays on the servers. Its end lets changes go on.
+    """A context in which no other client changes anything on the servers. Its end lets changes go on.
 
     Its begin waits until all servers have paused. If a server with a backup dies meanwhile, all servers are released,
     and the living ones paused again.

@@ -85,8 +85,8 @@ class Overlap:
     def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
         """Return the buckets for a backward that begins; None if all its gradients are to be reduced afterwards.
 
-        The call is not collective. If a rank skips this backward, the agreement at its end raises
-        CollectiveMismatchError on all ranks.
+        The call is not collective. If a rank skips this backward, the ranks raise CollectiveMismatchError when they
+        agree on gradients at the end of the other ranks' backward.
         Args:
             parameters: this rank's parameters by slot; None for a dropped one.
             scale: number that multiplies the sums; None for plain sums.

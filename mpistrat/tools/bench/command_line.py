@@ -102,7 +102,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--json": {"metavar": "FILE", "help": "write all results and samples to FILE"},
     "--plot": {"metavar": "FILE.png", "help": "draw a picture (needs matplotlib)"},
-    "--rounds": {"type": _positive, "help": "times of each; the median counts (%(default)s)"},
+    "--rounds": {"type": _positive, "help": "measurements; the median counts (%(default)s)"},
     "--model": {"choices": MODELS, "default": "mlp", "help": "the model to train (mlp)"},
     "--batch-size": {
         "type": _positive,

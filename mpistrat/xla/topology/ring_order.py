@@ -1,4 +1,4 @@
-"""Orders the chips of a box, as a ring of linked chips if all lengths are even."""
+"""Orders the chips of a box, as a ring of linked chips if the box has one."""
 
 from __future__ import annotations
 
