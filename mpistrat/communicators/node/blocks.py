@@ -150,7 +150,7 @@ class Blocks(Exchange):
             how: combines elements of the dtype.
             source: this rank's buffer, as bytes; it keeps its values.
             bounds: for each rank, the first byte of its slice, and the byte after its last; some may be empty.
-            out: array for the result of this rank's slice, viewed by `how`; its last axis counts the elements.
+            out: gets the combined slice, as elements of `how` along its last axis.
         """
         width = _width(self._size)
         first, end = bounds[self.rank]

@@ -58,6 +58,8 @@ def place_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> list
     """Move parameters that are in no module, with their gradients, to `device`. They stay the same objects.
 
     Returns: the parameters that were moved. Tensors on "meta" and DTensors are not moved.
+    Raises: RuntimeError if torch cannot move a parameter and keep its object, because something has a weak reference to
+        it.
     """
     elsewhere = [tensor for tensor in tensors if _is_elsewhere(tensor, device)]
     with torch.no_grad():
