@@ -590,7 +590,7 @@ def checked_input_options(
     """Return `options`, or default options if it is None. Warn once on rank 0 about options that have no effect.
 
     Args: from_function: whether the dataset comes from a dataset function.
-    Raises, as tf.distribute does: TypeError if `options` is no `InputOptions`; NotImplementedError if PER_REPLICA is
+    Raises: as tf.distribute does, TypeError if `options` is no `InputOptions`; NotImplementedError if PER_REPLICA is
         asked for without a dataset function, or by a strategy that cannot do it; ValueError for options that exclude
         each other.
     """
@@ -656,6 +656,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(f"experimental_set_strategy takes a Strategy or None, got {strategy!r:.60}")
     previous = per_thread.set_scope
+    # If this function has set a scope, the first mode is that scope's own.
     if modes := per_thread.modes[previous is not None :]:
         raise RuntimeError(
             "experimental_set_strategy must be called outside every scope(), replica() and run; "

@@ -156,7 +156,7 @@ class OpenDirectory:
 
     def remove(self, path: str) -> None:
         """Remove a file or a folder, as far as that is possible: errors are ignored."""
-        import shutil  # here, because it makes importing mpistrat slower
+        import shutil  # imported here, so that `import mpistrat` stays fast
 
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path, ignore_errors=True)

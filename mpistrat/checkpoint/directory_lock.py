@@ -63,7 +63,7 @@ class DirectoryLock:
         except BlockingIOError:
             holder = os.pread(file, 200, 0).decode(errors="replace").strip()
             raise RuntimeError(
-                f"another job, {holder or 'which has just begun'}, writes checkpoints into {directory}: give each job "
+                f"another job, {holder or 'which has just begun'}, writes checkpoints into {directory}. Give each job "
                 "a directory of its own, or wait until that job has ended. Ranks of a job save together in one "
                 "strategy, such as MultiWorkerMirroredStrategy; in a OneDeviceStrategy each is like a job of its own"
             ) from None

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 @contextlib.contextmanager
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
-    """A context around operations on a file. It raises their OSError anew, with `path` and the text of `sizes()`.
+    """A context around operations on a file. An OSError of its block is replaced by one with `path` and `sizes()`.
 
-    The traceback does not show the original error. Other errors pass unchanged.
+    The new OSError has the same errno, and its traceback does not show the original error. Other errors pass unchanged.
 
     Args:
+        path: the file's path, the `filename` of the new error.
         sizes: called after an error; it says how far the operation came: "0 of 12 bytes are read".
     """
     try:

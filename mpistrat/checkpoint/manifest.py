@@ -130,7 +130,7 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     needed = {STATE, *(f"{stem_of_rank(rank)}.json" for rank in range(ranks))}
     missing = needed - files.keys()
     if missing:
-        raise ValueError(f"there is no {min(missing)}, and {ranks} ranks have written")
+        raise ValueError(f"{min(missing)} is not listed, though {ranks} ranks saved")
     stems = {stem(rank) for rank in range(ranks) for stem in (stem_of_rank, stem_of_parts)}
     known = itertools.product(stems, (".json", ARRAYS))
     for name in files.keys() - {STATE, *map("".join, known)}:

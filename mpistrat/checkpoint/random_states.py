@@ -141,7 +141,7 @@ def _seed_rank(saved: Mapping[str, Any], first: int) -> None:
 
 
 def _seed(state: bytes, replica: int) -> int:
-    import hashlib  # here, because it makes importing mpistrat slower
+    import hashlib  # imported here, so that `import mpistrat` stays fast
 
     digest = hashlib.sha256(state + replica.to_bytes(4, "little")).digest()
     return int.from_bytes(digest[:4], "little")

@@ -60,7 +60,7 @@ def _abort_by_pmi(descriptor: int, code: int) -> bool:
 
 
 def _cancel(step: str) -> bool:
-    import subprocess  # here, because it makes importing mpistrat slower
+    import subprocess  # imported here, so that `import mpistrat` stays fast
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(["scancel", step], capture_output=True, timeout=10).returncode == 0

@@ -41,7 +41,7 @@ def read_metadata(path: str, environ: Mapping[str, str] = os.environ) -> str | N
 
 
 def _answer(url: str) -> str | OSError | None:
-    import http.client  # these here, because they make importing mpistrat slower
+    import http.client  # imported here, so that `import mpistrat` stays fast
     import urllib.error
     import urllib.request
 

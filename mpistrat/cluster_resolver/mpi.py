@@ -24,7 +24,7 @@ from mpistrat.topology import Topology
 
 # Exit code of a multiprocessing worker that would have started MPI while it imported the main program.
 EXIT_CODE_OF_REFUSED_WORKER = 78  # EX_CONFIG of sysexits.h
-GUARD_PROGRAM = 'Workers import the program: put what it does under `if __name__ == "__main__":`'
+GUARD_PROGRAM = 'Workers import your program: put what it does under `if __name__ == "__main__":`'
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
 # The key of the MPI attribute that holds a communicator's Topology.
@@ -88,7 +88,7 @@ class MPIClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the node's name of the task that the arguments name; '' if the type or the id is left out.
+        """Return the name of the node where a task's rank runs; '' if `task_type` or `task_id` is None.
 
         Raises: ValueError if there is no such task.
         """
@@ -250,8 +250,8 @@ def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
         if name != names[leader]:
             raise TopologyError(
                 f"MPI says that ranks {leader} and {other} share a node, but Slurm has started them on "
-                f"{names[leader]} and {name}. `srun --mpi=pmi2` misleads MPICH if the components of a heterogeneous "
-                f"job are not in the order of their nodes' names: reorder them, or start the ranks with mpirun."
+                f"{names[leader]} and {name}. `srun --mpi=pmi2` misleads MPICH if a heterogeneous job's "
+                f"components are not in the order of their nodes' names: reorder them, or use mpirun."
             )
     return Topology.from_lowest_ranks(rank, leaders, hosts, "mpi")
 

@@ -40,8 +40,8 @@ class Communicator(abc.ABC):
             all ranks alike.
         ordered_by_streams: whether collectives on tensors of an accelerator return when they are queued: they run
             after the work of the caller's current stream, and that stream waits for them. If False, the host waits.
-        use_devices_in: a collective function that gives another communicator of the same ranks transports of its own
-            for buffers on accelerators; None where this communicator takes no such buffers.
+        use_devices_in: a collective function that takes another communicator of this communicator's ranks, and gives it
+            transports of its own for buffers on accelerators; None where this communicator takes no such buffers.
 
     Example:
         >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
@@ -154,7 +154,7 @@ class Communicator(abc.ABC):
 
         Args:
             buffer: same shape and dtype on every rank, any dtype. It may be this rank's part of `out` itself.
-            out: of the same dtype as `buffer`, and of any shape with `size` times as many elements.
+            out: array for the result, of the dtype of `buffer`, and of any shape with `size` times as many elements.
 
         Example:
             >>> communicator, all_parts = ms.OneDeviceStrategy("cpu").extended.communicator, np.empty((1, 2))

@@ -37,9 +37,8 @@ def refusal(call: str, rank: int) -> RuntimeError:
     """Return, but do not raise, the error of a collective `call` while the buffer's stream captures a graph."""
     return RuntimeError(
         f"rank {rank}: {call} was called while the current stream captures a graph. The ranks agree on each collective "
-        "on the host, and a graph that is replayed would leave that out. Capture only the computation (forward and "
-        "backward), and call the collective, or the optimizer's step that needs it, after each replay, outside "
-        "torch.cuda.graph"
+        "on the host, and a replay would leave that out. Capture only forward and backward, and call the collective, "
+        "or the optimizer's step that needs it, after each replay, outside torch.cuda.graph"
     )
 
 

@@ -51,7 +51,7 @@ class LocalCommunicator(Communicator):
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
-        # here, because it would slow down `import mpistrat`
+        # imported here, so that `import mpistrat` stays fast
         from mpistrat.communicators.host_views import bytes_of
         from mpistrat.communicators.reduction.tree import tree_sum_of
 

@@ -241,7 +241,7 @@ class Router(Communicator):
         Called by: the start of GPU transports and of XLA.
 
         Args:
-            transport: over the same ranks.
+            transport: a transport that connects this communicator's ranks.
             forced: from an implementation that a program may ask for to the transport that then comes first, in place
                 of `transport`.
         """

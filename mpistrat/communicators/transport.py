@@ -137,7 +137,7 @@ class Transport(Exchange, abc.ABC):
         Args:
             call: the name of the collective, such as "all_reduce".
 
-        Returns: this transport, or another object of the same ranks; None leaves the call to the next transport.
+        Returns: this transport, or another object for its ranks; None leaves the call to the next transport.
         """
 
     def wait_until_idle(self) -> None:

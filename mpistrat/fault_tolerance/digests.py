@@ -18,7 +18,7 @@ ROW = 4096  # elements; the elements after the last full row are hashed as they 
 
 def digest(value: Any) -> bytes:
     """Return eight bytes: the digest of an array's bits, shape and dtype, or of another value's `repr`."""
-    import hashlib  # here, because it makes importing mpistrat slower
+    import hashlib  # imported here, so that `import mpistrat` stays fast
 
     if not arrays.is_array(value):
         return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()

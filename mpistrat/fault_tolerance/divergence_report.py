@@ -60,7 +60,7 @@ def find_divergence(
         and the ranks only differ in values that some ranks have dropped.
     """
     communicator = strategy.extended.communicator
-    by_rank = communicator.all_gather_object(digested, label="digests of mirrored values")
+    by_rank = communicator.all_gather_object(digested, label="digests of what is mirrored")
     common = set.intersection(*map(set, by_rank))
     differing = {
         key: copies
@@ -153,9 +153,9 @@ def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
     flats = [arrays.to_host(bits(thing)) for thing in things]
     root, copy = copies.reference
     reference = flats[copy].copy() if communicator.rank == root else np.empty_like(flats[0])
-    communicator.broadcast(reference.view(np.uint8), root, label="reference copy of a value")
+    communicator.broadcast(reference.view(np.uint8), root, label="one copy of what differs")
     found = [difference(flat, reference, like) for flat, like in zip(flats, things, strict=True)]
-    by_rank = communicator.all_gather_object(found, label="differences from the copy")
+    by_rank = communicator.all_gather_object(found, label="differences from it")
     kind = copies._by_rank[root].descriptions[copy]
     return [
         f"{copies.name_of(rank, i)}: {each} on {copies.name_of(root, copy)} ({kind})"

@@ -24,6 +24,7 @@ class DivergenceSentinel:
 
     Made by: every rank, at the same place in the program.
     Context: cross-replica or top level.
+
     The mirrored state is everything that the strategy keeps equal on all replicas: parameters, buffers, the state and
     hyperparameters of optimizers that step inside `run`, and mirrored variables. Buffers that were written since the
     last reduction of gradients are left out, because the next reduction averages them. A NaN equals a NaN of the same
@@ -75,7 +76,7 @@ class DivergenceSentinel:
         with cross_replica(self._strategy, "DivergenceSentinel.check"):
             with communicator.raising_together():
                 words = self._digest_words()
-            communicator.all_reduce(words, reducing("max", "digest of mirrored values"))
+            communicator.all_reduce(words, reducing("max", "digest of what is mirrored"))
             self._judge(words, f"at a check after {self._calls} calls of backward()")
 
     def words(self) -> np.ndarray:
@@ -112,7 +113,7 @@ class DivergenceSentinel:
         A MAX over the ranks gives the largest word, and minus the smallest word. So the two differ only in sign if all
         ranks have the same digest. All four words are the largest int32 if this rank's own replicas differ.
         """
-        import hashlib  # here, because it makes importing mpistrat slower
+        import hashlib  # imported here, so that `import mpistrat` stays fast
 
         state = mirrored_state(self._strategy)
         self._digested = {key: Digested.of(thing) for key, thing in state.items()}

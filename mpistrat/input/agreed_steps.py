@@ -254,7 +254,9 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         kinds = [nest.map_structure(_without_sizes, spec) for spec in known.values()]
         if kinds != kinds[:1] * len(kinds):
             by_rank = "; ".join(f"rank {rank}: {spec}" for rank, spec in known.items())
-            raise ValueError(f"the ranks read batches of different structures or dtypes: {by_rank}")
+            raise ValueError(
+                f"the ranks read batches of different structures or dtypes ({by_rank}): give all ranks the same kind"
+            )
         for spec in [*known.values()][:1]:
             self._template = nest.map_structure(ArraySpec.empty, spec)
 

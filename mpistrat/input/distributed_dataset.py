@@ -240,7 +240,9 @@ class DistributedDataset(Iterable[Any]):
         saved = {name: state.get(name) for name in ("source", "batch_size")}
         here = reader.identity()
         if saved != here:
-            raise ValueError(f"the state is of another input: {saved} has saved it, this is {here}")
+            raise ValueError(
+                f"the state is of another input, {saved}, and this is {here}: load it into the dataset that saved it"
+            )
         if not reader.same_for_any_ranks and state.get("ranks") != size:
             raise ValueError(
                 f"the input was saved on {state.get('ranks')} ranks, this is {size}. Start as many ranks as before: "
@@ -277,7 +279,9 @@ class DistributedIterator(Iterator[Any]):
     """The steps of one epoch; `iter(distributed_dataset)` makes it. Every rank must go through it.
 
     Attributes:
-        strategy, after_steps: the dataset's attributes of these names.
+        strategy: the strategy that distributes the dataset.
+        after_steps: weak references to methods that every rank calls inside `Strategy.replica()` when the program asks
+            for the next step; the dataset's own list.
         progress: how far the program has come in the epoch.
         divides: whether all steps surely have the same number of examples, divisible by the number of replicas.
 

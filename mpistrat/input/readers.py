@@ -342,10 +342,10 @@ def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> I
     check_alike("batches", lengths)
     if len(set(digests)) > 1:
         raise ValueError(
-            "the ranks read different first batches, so some examples would be read twice and others never: an "
-            "iterable must yield the same GLOBAL batches on every rank. Give its shuffle the same seed everywhere, or "
-            "pass a torch DataLoader itself (progress bars go around the distributed dataset); checksums by rank: "
-            f"{digests[:16]}"
+            "the ranks read different first batches, so some examples would be read twice and others never "
+            f"(checksums by rank: {digests[:16]}). An iterable must yield the same GLOBAL batches on every rank: give "
+            "its shuffle the same seed everywhere, or pass a torch DataLoader itself, with a progress bar around the "
+            "distributed dataset"
         )
     return itertools.chain(first, batches)
 

@@ -23,7 +23,7 @@ def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection
         my_cpus: the CPU numbers of this rank's affinity mask.
         cpus_of_local_ranks: the masks of all ranks of the node, also of this rank.
     """
-    from fractions import Fraction  # here, because it makes importing mpistrat slower
+    from fractions import Fraction  # imported here, so that `import mpistrat` stays fast
 
     users = collections.Counter(itertools.chain(*map(set, cpus_of_local_ranks)))
     # Fractions, because in floats a sum of three thirds may be less than 1

@@ -26,7 +26,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def _number_by_nvidia_smi() -> int:
-    import subprocess  # here, because it makes importing mpistrat slower and few need it
+    import subprocess  # imported here, so that `import mpistrat` stays fast
 
     try:
         listing = subprocess.run(

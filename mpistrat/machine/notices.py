@@ -31,7 +31,7 @@ def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> N
     Args: level: "INFO" if nothing is wrong. Without a handler, INFO is written to stderr, too, unless the program has
         set a higher level.
     """
-    import logging  # here, because it makes importing mpistrat slower
+    import logging  # imported here, so that `import mpistrat` stays fast
 
     logger, number = logging.getLogger("mpistrat"), getattr(logging, level)
     if _is_configured(logger):  # asked each time, because the program may add a handler at any time

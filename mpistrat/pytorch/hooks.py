@@ -137,7 +137,8 @@ def noticing_data() -> Iterator[list[tuple[int, torch.Tensor, int]]]:
 
     Torch counts a write through `.data` in the version of the `.data` tensor, not in the parameter's version.
     Called by: `Arrivals.watched`, around the autograd engine.
-    Yields a list that grows by a tuple at each read: (`id` of the parameter, the `.data` tensor, its version then).
+    Returns: a context that yields a list. The list grows by a tuple at each read: (`id` of the parameter, the `.data`
+        tensor, its version then).
     """
     taken: list[tuple[int, torch.Tensor, int]] = []
     before: Any = vars(torch.nn.Parameter).get("data")

@@ -76,9 +76,9 @@ def _warn(metric: str) -> None:
     if communicator.rank == 0:
         frame = outside(sys._getframe())
         warnings.warn_explicit(
-            f"{metric}.compute() of torchmetrics combines nothing over the {communicator.size} ranks, for torch has no "
-            "default group: each rank gets the value of the examples that it has seen. Make the strategy with "
-            "torch_distributed=True, or combine the metric's states yourself: sums by strategy.reduce('SUM', "
+            f"{metric}.compute() of torchmetrics combines nothing over the {communicator.size} ranks: torch has no "
+            "default group, so each rank gets the value of its own examples. Make the strategy with "
+            "torch_distributed=True, or combine the metric's states: sums by strategy.reduce('SUM', "
             "metric.metric_state, axis=None), and lists by strategy.gather(…, axis=0)",
             UserWarning,
             frame.f_code.co_filename,

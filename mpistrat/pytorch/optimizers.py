@@ -110,9 +110,9 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
     if len(set(kinds)) > 1 or None in (*values, *shares):
         returned = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
         raise CollectiveMismatchError(
-            f"optimizer.step(closure) on rank {extended.communicator.rank}: LBFGS decides by the loss that its closure "
-            f"returns, and the losses of the ranks cannot be combined ({returned}). Have the closure call backward() "
-            "on the loss of this rank's part and return it, a tensor of one number; or return the same on all ranks"
+            f"optimizer.step(closure) on rank {extended.communicator.rank}: LBFGS needs one loss for all ranks, and "
+            f"the losses of the ranks cannot be combined ({returned}). Have the closure call backward() on the loss of "
+            "this rank's part and return it as a tensor of one number, or return the same on all ranks"
         )
     # A rank without examples has the weight 0 and a loss of NaN, so it is left out.
     total = sum(share * part for share, part in zip(shares, values, strict=True) if share)
@@ -183,9 +183,8 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
         warn_on_first_rank(
             communicator.rank,
             f"optimizer.step() outside run, of parameters that no strategy mirrors: each of the "
-            f"{communicator.size} ranks of {together[0].parts.strategy} trains a model of its own. Build the model "
-            "in strategy.scope(), and have strategy.run call the function that makes a step. (If this is intended, or "
-            "gradients are combined otherwise, there is nothing to do; this warning comes once.)",
+            f"{communicator.size} ranks of {together[0].parts.strategy} trains a model of its own. If this is not "
+            "intended, build the model in strategy.scope(), and have strategy.run call the function that makes a step",
             stacklevel=4,
         )
 
@@ -226,8 +225,7 @@ def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
             elif parameter.requires_grad and parameter not in reducer.registry:
                 raise RuntimeError(
                     f"optimizer.step() inside run: parameter {name}, of shape {list(parameter.shape)}, "
-                    "was never mirrored, so its replicas would drift apart. Build the module inside "
-                    "strategy.scope(), or call strategy.mirror(module) after building, copying or "
-                    "unpickling it. A lazy module needs one run of its forward before the first step. (scope() "
-                    "sees no modules if torch was not imported before it.)"
+                    "was never mirrored, so its replicas would drift apart. Import torch, and then build the module "
+                    "inside strategy.scope(), or call strategy.mirror(module) after building, copying or "
+                    "unpickling it. Run a lazy module's forward once before the first step"
                 )

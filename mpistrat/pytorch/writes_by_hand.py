@@ -85,9 +85,9 @@ class WritesByHand:
             if self._written.setdefault(slot, now) != now and not self._is_renormalized(parameter):
                 raise RuntimeError(
                     f"parameter {slot.name}, of shape {list(parameter.shape)}, was written inside run by something "
-                    f"else than an optimizer's step: the {self._count} replicas of this rank share it, and the change "
-                    "would count once for each. Step with an optimizer of torch.optim; or write it once for all, after "
-                    "run or in get_replica_context().merge_call(fn); or start one rank per replica"
+                    f"else than an optimizer's step: the {self._count} replicas of this rank share it, so each would "
+                    "change it again. Step with an optimizer of torch.optim, or write the parameter after run or in "
+                    "get_replica_context().merge_call(fn), or start one rank per replica"
                 )
         if replica == self._count - 1:
             self._written.clear()

@@ -194,10 +194,9 @@ class GivenSteps:
         if len(sizes) > 1 and self._is_uneven(sizes):
             raise RuntimeError(
                 f"backward() inside replica(): loaders gave steps of {sorted(sizes)} examples before it, not all of "
-                f"which divide by {self._num_replicas} replicas. A replica's gradient counts by its part of one step, "
-                "and the strategy does not know the step. Get steps that are only evaluated inside torch.no_grad(), "
-                "and other steps after the last backward(); or use drop_last=True; or scale the loss with "
-                "compute_average_loss(…, global_batch_size=…)"
+                f"which divide by {self._num_replicas} replicas. The strategy does not know by which step gradients "
+                "count. Evaluate inside torch.no_grad(), and ask for the next step after backward(); or use "
+                "drop_last=True, or scale the loss with compute_average_loss(…, global_batch_size=…)"
             )
         self._tell_of_other_sizes(current)
         return None if last is None else last.training
@@ -210,11 +209,10 @@ class GivenSteps:
         """Let rank 0 warn that the loss may come from another step than the last step of the iterators in `current`."""
         if any(iteration.reads_ahead for iteration in current):
             self.tell_once(
-                "backward() inside replica(): a loader gave several steps before the first backward(). If the program "
-                "reads ahead, gradients are wrong where a step has another size than the next, and does not divide by "
-                f"{self._num_replicas} replicas: a replica's gradient counts by its part of the last step. Call "
-                "backward() before the next step is asked for; or use drop_last=True; or scale the loss with "
-                "compute_average_loss(…, global_batch_size=…)"
+                "backward() inside replica(): a loader gave several steps before the first backward(). Gradients are "
+                "weighted by the last step, and are wrong for an earlier step of another size. Call backward() before "
+                f"you ask for the next step, or use drop_last=True (with a batch size that {self._num_replicas} "
+                "divides), or scale the loss with compute_average_loss(…, global_batch_size=…)"
             )
         if self._last is None and self._left_uneven:
             self.tell_once(
@@ -234,7 +232,7 @@ class GivenSteps:
                 f"backward() has combined the gradients of {self._num_ranks} ranks, though no loader was distributed "
                 "and no batch was sharded. If all ranks read the same data, each example counts "
                 f"{self._num_ranks} times: use strategy.prepare(loader) or strategy.shard(batch). If each rank makes "
-                "data of its own, as in reinforcement learning, there is nothing to do"
+                "its own data, as in reinforcement learning, do nothing"
             )
 
     def has_given(self, size: int) -> bool:

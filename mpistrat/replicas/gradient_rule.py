@@ -47,7 +47,7 @@ class GradientRule:
             self._has_warned = True
             warnings.warn(
                 f"{call} scales the loss for the {rule} of gradients, but {self}: gradients are divided by the number "
-                "of replicas twice",
+                f"of replicas twice. Leave {call} out, or give the strategy gradients={rule!r}",
                 RuntimeWarning,
                 stacklevel=4,
             )

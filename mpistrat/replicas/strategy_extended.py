@@ -61,8 +61,13 @@ class StrategyExtended(abc.ABC):
     """Additional methods of a strategy (`strategy.extended`), for algorithms that are aware of the distribution.
 
     Attributes:
-        communicator, worker_devices, num_local_replicas, num_replicas_in_sync, replicas_of_ranks, first_replica_id,
-            deterministic, topology: the attributes of `ReplicaGroup` with these names.
+        communicator: the communicator of all ranks that have the strategy's replicas.
+        worker_devices: this rank's devices, one replica each.
+        num_local_replicas, num_replicas_in_sync: number of replicas of this rank, and of all ranks.
+        replicas_of_ranks: number of replicas of each rank, in rank order.
+        first_replica_id: the number of this rank's first replica, counted over all ranks.
+        deterministic: whether results do not depend on how replicas are spread over ranks.
+        topology: the ranks that run the program. With parameter servers, `communicator` has fewer ranks.
         replicas: runs functions on this rank's replicas.
         cross_replica_ops: combines values of all replicas.
         variables: makes variables and keeps their copies.

@@ -50,7 +50,9 @@ class TorchModules:
     Attributes:
         parts: the argument of `make`.
         made: the keeper, the result of `make`; None until it is needed.
-        rule, piggybacks: the attributes of `ModuleParts` with these names.
+        rule: whether gradients are summed or averaged.
+        piggybacks: objects that add integers to the all-reduce by which the ranks agree before each reduction of
+            gradients.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ def _tell_of_unused(
         kind, program = accelerator(), f"python {Path(sys.argv[0]).name or 'train.py'}"
         tell(
             f"this job uses {used} of the {present} {kind} devices of its node. To use all, start one rank for each: "
-            f"mpirun -n {present * num_nodes} {program}, or srun --ntasks-per-node={present} {program}. (For arrays, a "
-            f"strategy's devices=['{kind}:0', '{kind}:1', …] has several in one rank.)",
+            f"mpirun -n {present * num_nodes} {program}, or srun --ntasks-per-node={present} {program}. In a program "
+            f"without torch modules, you can instead give one rank several: devices=['{kind}:0', '{kind}:1', …]",
             "INFO",
         )

@@ -40,7 +40,8 @@ class CentralStorageStrategy(Strategy):
         comm: the mpi4py communicator of the ranks that take part; None: all ranks.
         communication_options: defaults of every collective, without a wire format.
         gradients: whether `backward()` leaves the "sum" or the "mean" of the replicas' gradients in `.grad`.
-        check: "always" or "never": see `MirroredStrategy`.
+        check: "always" lets the ranks agree on each collective before its bytes move. With "never", ranks that call
+            different collectives get wrong results or an error of MPI, or wait until the stall is reported.
         torch_distributed: whether torch's default group is over the strategy's ranks.
     Raises:
         ValueError: on all ranks, if they are on several nodes, or if the options have a wire format.

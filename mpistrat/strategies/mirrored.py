@@ -57,12 +57,13 @@ class MirroredStrategy(Strategy):
             (like DDP) of the replicas' gradients in `.grad`. None: the first loss decides.
         check: "always" lets the ranks agree on each collective before its bytes move. With "never", ranks that call
             different collectives get wrong results or an error of MPI, or wait until the stall is reported.
-        shared_parameters: whether the ranks keep one copy of the parameters of torch modules, on the CPU: see
-            `MultiWorkerMirroredStrategy`. Needs one replica per rank.
+        shared_parameters: whether the ranks keep one copy, on the CPU, of the parameters of torch modules, of the
+            gradients and of the optimizer's state. Each rank then updates a slice of the parameters, if the optimizer
+            updates element by element. Needs one replica per rank.
         deterministic: whether sums over replicas have the same bits on any number of ranks. Each rank then computes
             with OMP_NUM_THREADS threads, or with 1. Not with `cross_device_ops`.
-        torch_distributed: whether torch's default group is over the ranks of this node: see
-            `MultiWorkerMirroredStrategy`.
+        torch_distributed: whether torch's default group is over the ranks of this node: the program's group, or else a
+            group of the backend "mpistrat" that the strategy makes.
     Raises:
         ValueError: an argument is wrong, or two arguments exclude each other.
 

@@ -14,8 +14,8 @@ from mpistrat.trace import spans
 def trace_ranges(communicator: Communicator) -> None:
     """Let the strategy record its ranges (the times of runs, steps and `next`) on the communicator's timeline.
 
-    The timeline is this rank's part of a trace, with the times of its collectives. Without one this does nothing; but a
-    job of one rank begins a timeline, if MPISTRAT_TRACE names a folder.
+    The timeline is this rank's part of a trace, with the times of its collectives. If the communicator has no timeline,
+    nothing is recorded, except in a job of one rank: if MPISTRAT_TRACE names a folder, this function begins a timeline.
 
     Called by: each rank, in the constructor of a strategy of ranks (`strategy_parts.agree`).
     Raises: TopologyError if the only rank cannot write to the folder.

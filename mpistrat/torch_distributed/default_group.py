@@ -46,7 +46,7 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
         `mpistrat run` if there is no default group. Collective.
     Args:
         what: the class name of the strategy, for the message.
-        comm: the mpi4py communicator of the same ranks; None for one rank without MPI.
+        comm: the mpi4py communicator of the group's ranks; None for one rank without MPI.
         communicator: the strategy's communicator.
     Raises: RuntimeError on all ranks, if the program's group has other ranks than the strategy, or in another order.
     """

@@ -48,8 +48,8 @@ def _look(seconds: float) -> None:
             tell(
                 f"rank 0 has waited {now - since:.0f} s for processes that it started, at {call_site(frame)}, and "
                 "these are idle. Under `mpistrat run` the ranks are started already, by mpiexec, mpirun or srun. "
-                "In place of torch.multiprocessing.spawn, call the function once in each rank, with RANK and "
-                "WORLD_SIZE from the environment; or start the program with `python`, without `mpistrat run`"
+                "Call the function of torch.multiprocessing.spawn once in each rank, with RANK and WORLD_SIZE from the "
+                "environment; or start the program with `python`, without `mpistrat run`"
             )
             return
 

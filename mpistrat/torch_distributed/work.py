@@ -140,7 +140,7 @@ class UnfinishedWork(DoneWork):
         """
         if not concurrent.futures.wait([self._done], seconds or None).done:
             raise StallError(
-                f"the call had not ended when Work.wait(timeout={seconds:g} s) gave up"
+                f"the call had not ended when Work.wait(timeout={seconds:g} s) gave up. Let all ranks make the call"
             )
 
 

@@ -100,8 +100,8 @@ class Compilations:
             if compiled.calls == _EXPECTED_CALLS + 1:
                 tell(
                     f"rank {self._rank}: {compiled.step} was compiled in {compiled.calls} calls though no argument "
-                    "changed its shape: something in it is not the same in each call, such as a branch on a Python "
-                    "value, or a tensor that is no argument and changes its shape"
+                    "changed its shape. Pass tensors whose shapes change as arguments, and replace branches on "
+                    "Python values that change from call to call (torch.where)"
                 )
 
     def _with_shapes(

@@ -17,10 +17,10 @@ def replicas_of_rank(
     Args:
         assignment: the cores of each replica of the job; None makes each core a replica.
         topology: the mesh of the job's devices; its task number t is rank t.
-    Raises, on all ranks alike:
-        ValueError: the assignment is for another topology, gives a replica cores of several ranks, or gives a core to
-        two replicas. Also if ranks would have different numbers of replicas, or none. Also if a rank would run several
-        replicas of several cores, or several of its cores but not all.
+    Raises:
+        ValueError: on all ranks, if the assignment is for another topology, gives a replica cores of several ranks, or
+            gives a core to two replicas. Also if ranks would have different numbers of replicas, or none. Also if a
+            rank would run several replicas of several cores, or several of its cores but not all.
     """
     here = topology.num_tpus_per_task
     if assignment is None:

@@ -383,7 +383,7 @@ def check_versions() -> None:
 
     Raises: ImportError if torch or torch_xla is missing, or if torch_xla is built against another torch version.
     """
-    import importlib.metadata  # here, because it would take a twentieth of the time of `import mpistrat`
+    import importlib.metadata  # imported here, so that `import mpistrat` stays fast
 
     try:
         ours, torch = map(importlib.metadata.version, ("torch_xla", "torch"))

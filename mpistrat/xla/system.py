@@ -54,8 +54,7 @@ def initialize_tpu_system(
         comm: the mpi4py communicator of the ranks that take part; None is all ranks.
     Returns: the mesh of all devices; its task t is rank t. With PJRT_DEVICE=CPU, the first coordinate of a device is
         the rank, the second is the device's number on the rank, and the others are 0.
-    An error on one rank is raised on all ranks.
-    Raises:
+    Raises: on all ranks, if one rank has the error:
         NotFoundError: this is no TPU host, or XLA has another kind of device.
         ValueError, TopologyError: the ranks do not fit the hosts, or have different devices.
         ImportError: torch_xla is missing or is built against another torch version.
@@ -97,7 +96,7 @@ def start_system(
     Args:
         resolver: names the slice (TPU chips that are linked); None is the slice of this host.
         topology: the ranks of `communicator` and their nodes.
-    Raises, on all ranks: NotFoundError if a host has no device of the kind in PJRT_DEVICE; ValueError or TopologyError
+    Raises: on all ranks, NotFoundError if a host has no device of the kind in PJRT_DEVICE; ValueError or TopologyError
         if the ranks do not fit the hosts; ImportError without a fitting torch_xla; RuntimeError if a rank cannot start
         XLA.
     """

@@ -39,7 +39,7 @@ class XlaTransport(Transport):
 
     Made by: `use_xla`.
     Args:
-        host: a communicator of the same ranks that moves buffers of the host.
+        host: a communicator of the ranks that this transport connects; it moves buffers of the host.
     """
 
     takes_device_buffers = True

@@ -84,7 +84,7 @@ def job_roles(
         num_ps: the number of parameter servers; None if a cluster or Slurm gives it.
         chief: True if one rank, the chief, only coordinates and does not train. False if all ranks but the servers
             train; worker 0 leads, or the cluster's chief. None if the other ranks' arguments decide.
-    Raises, on all ranks: ValueError if nothing gives the roles, if arguments differ between ranks, or if a server, a
+    Raises: on all ranks, ValueError if nothing gives the roles, if arguments differ between ranks, or if a server, a
         worker or the chief is missing; TopologyError if the ranks and the cluster contradict each other.
     """
     make_claim = functools.partial(_claim_of_rank, resolver, num_ps, chief, environ)

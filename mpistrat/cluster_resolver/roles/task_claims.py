@@ -58,7 +58,7 @@ def exchange(
 
     Called by: every rank.
     Args: all_gather_object: takes this rank's object, and returns the objects of all ranks, in rank order.
-    Raises, on all ranks: the error of `make_claim` on the first rank that has one, as ValueError or TopologyError. The
+    Raises: on all ranks, the error of `make_claim` on the first rank that has one, as ValueError or TopologyError. The
         text names the rank, unless all ranks have the same error.
     """
     cause: Exception | None = None
@@ -120,7 +120,7 @@ def resolver_of_trainers(
         asks_tf_config: whether to use TF_CONFIG if `resolver` is None.
     Returns: `resolver`, or a resolver of TF_CONFIG. None if the caller has to take MPI's: `resolver` is None or an
         MPIClusterResolver, and TF_CONFIG names no other task.
-    Raises, on all ranks: TopologyError if the resolver or TF_CONFIG contradicts MPI, or if the ranks' TF_CONFIGs have
+    Raises: on all ranks, TopologyError if the resolver or TF_CONFIG contradicts MPI, or if the ranks' TF_CONFIGs have
         different clusters; ValueError if a rank's task is not known, malformed, or (of a resolver) a parameter server.
     """
     found = None if isinstance(resolver, MPIClusterResolver) else resolver

@@ -79,7 +79,9 @@ def is_chief(
     """Return whether this task is the chief, an evaluator, or worker 0 of a cluster without a chief.
 
     Such a task does the work that only one task may do, such as writing files.
-    Raises: ValueError if the task is not in the cluster.
+    Returns: False also if `task_type` is None.
+    Raises: ValueError if the task is not in the cluster, or if the cluster has an unknown job, several chiefs or
+        several evaluators.
     """
     spec = validated_cluster(cluster_spec, task_type, task_id)
     return task_type in ("chief", "evaluator") or (
@@ -161,6 +163,7 @@ class ServerDef:
     """Describes a server: its cluster, and its task in the cluster. `mpistrat.Server` takes it.
 
     Attributes:
+        cluster: all tasks of the job, with their addresses.
         job_name, task_index: the server's task.
         protocol: the name of a protocol; has no effect, because MPI moves the bytes.
     """

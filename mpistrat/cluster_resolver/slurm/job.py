@@ -104,7 +104,7 @@ def _seconds_since_1970(text: str) -> float:
 
 
 def _output_of(command: list[str], seconds: float) -> str:
-    import subprocess  # here, because it makes importing mpistrat slower
+    import subprocess  # imported here, so that `import mpistrat` stays fast
 
     try:
         done = subprocess.run(
@@ -116,7 +116,7 @@ def _output_of(command: list[str], seconds: float) -> str:
             env={**environment_of_children(), **_TIME_FORMAT},
         )
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} has not answered within {seconds:g} s") from None
+        raise SlurmError(f"{command[0]} not answered within {seconds:g} s; try by hand") from None
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error.strerror}") from None
     if done.returncode:

@@ -46,9 +46,10 @@ def pjrt_environment(topology: Topology, slices: Sequence[TPUSlice]) -> dict[str
     Args:
         topology: MPI's topology; its nodes are the hosts of the slice.
         slices: each rank's description of its slice, in rank order, from `slices_of_ranks`.
-    Raises, on all ranks alike:
-        ValueError: there is neither one rank per host nor one rank per chip, or a host of the slice has no rank.
-        TopologyError: the ranks describe different slices, or two hosts have the same worker id.
+    Raises:
+        ValueError: on all ranks, if there is neither one rank per host nor one rank per chip, or a host of the
+            slice has no rank.
+        TopologyError: on all ranks, if the ranks describe different slices, or two hosts have the same worker id.
     """
     _check_alike(topology, slices)
     tpu = slices[topology.rank]
@@ -88,7 +89,7 @@ def slices_of_ranks(
     Args:
         describe: returns this rank's slice, or None: `TPUClusterResolver.slice`.
         all_gather_object: takes this rank's object, and returns the objects of all ranks, in rank order.
-    Raises, on all ranks: NotFoundError or ValueError, with the text from the first rank where `describe` raises it;
+    Raises: on all ranks, NotFoundError or ValueError, with the text from the first rank where `describe` raises it;
         TopologyError if only some ranks have a slice.
     """
     answer: TPUSlice | NotFoundError | ValueError | None

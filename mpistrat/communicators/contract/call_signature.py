@@ -45,7 +45,7 @@ class CallSignature:
     __slots__ = ("digest", "texts", "words")
 
     def __init__(self, words: tuple[Any, ...]) -> None:
-        import hashlib  # here, because it would slow down `import mpistrat`
+        import hashlib  # imported here, so that `import mpistrat` stays fast
 
         hashed = hashlib.blake2b(repr(words).encode(), digest_size=DIGEST_BITS // 8).digest()
         self.words = words

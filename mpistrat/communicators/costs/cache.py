@@ -23,7 +23,7 @@ FORMAT = 3
 
 
 def path_of(folder: str, key: dict[str, Any]) -> str:
-    import hashlib  # here, because it would slow down `import mpistrat`
+    import hashlib  # imported here, so that `import mpistrat` stays fast
 
     digest = hashlib.blake2b(_text_of(key).encode(), digest_size=8).hexdigest()
     return os.path.join(folder, f"costs-{digest}.json")
@@ -53,7 +53,7 @@ def add(folder: str, key: dict[str, Any], observation: Observation) -> None:
     never read half of it. If two jobs write at the same time, one may lose its observation. If the folder cannot be
     written, nothing happens and nothing is raised.
     """
-    import tempfile  # here, because it would slow down `import mpistrat`
+    import tempfile  # imported here, so that `import mpistrat` stays fast
 
     kept = read(folder, key)
     near = [o for o in kept if are_near(o.distance, observation.distance)]

@@ -117,13 +117,15 @@ def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
 
 
 def link(between: Cost, nodes: int) -> tuple[float, float]:
-    """Return the seconds of an empty message, and the seconds of a byte on a link: the inverse of `over_nodes`.
+    """Derive what a message between two nodes costs from the measured cost of an all-reduce. Inverse of `over_nodes`.
 
-    Called by: `mpistrat-bench`.
+    Called by: `mpistrat-bench plan`.
 
     Args:
         between: the measured cost of an all-reduce between nodes.
         nodes: number of these nodes, at least 2.
+
+    Returns: seconds that a message without bytes takes, and seconds that a link needs to move a byte.
     """
     unit = over_nodes(nodes, 1.0, 1.0)
     return between.alpha / unit.alpha, between.beta / unit.beta

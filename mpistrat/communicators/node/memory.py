@@ -80,7 +80,7 @@ class CheckedMemory(NodeMemory):
     """The memory of a router: its collective calls are checked and recorded like the router's other calls.
 
     Args:
-        memory: the memory of the same ranks, without checks.
+        memory: the memory that the router's ranks share, without checks.
         enter: a function of the words that the ranks must agree on. It returns a context for the call.
     """
 

@@ -30,7 +30,7 @@ class Window(Exchange):
     Args:
         segments: the shared segment of each rank, in rank order; `nbytes_for` gives its size.
         rank: this rank's number.
-        blocks: lets the same ranks wait for each other (`tick`).
+        blocks: lets the ranks of the window wait for each other (`tick`).
 
     Attributes:
         capacity: bytes of each of the three buffers.

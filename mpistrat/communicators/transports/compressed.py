@@ -17,7 +17,7 @@ class CompressedTransport(Transport):
     asks it before the transports that send float32.
 
     Args:
-        messages: a communicator of the same ranks, for the compressor's messages.
+        messages: a communicator of the ranks that this transport connects, for the compressor's messages.
         smallest: the least number of bytes that it takes. A smaller message takes as long as an empty one.
     """
 

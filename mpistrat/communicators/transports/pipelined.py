@@ -48,7 +48,7 @@ class PipelinedTransport(Transport):
     """Moves all-reduces of 64 KB or more over ranks on different nodes, one on each, if MPI is not clearly faster.
 
     Args:
-        mpi: the transport over the same ranks.
+        mpi: the MPI transport of this communicator's ranks.
         watch: the rank's record of the calls that it waits in; the rank waits for messages with its timeout.
 
     Attributes:

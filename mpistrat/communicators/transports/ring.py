@@ -36,7 +36,7 @@ class RingTransport(Transport):
     """Moves all-reduces, reduce-scatters and all-gathers from rank to rank, in a ring; MPI moves other calls.
 
     Args:
-        mpi: the transport over the same ranks.
+        mpi: the MPI transport of this communicator's ranks.
     """
 
     def __init__(self, mpi: MpiTransport) -> None:

@@ -43,7 +43,7 @@ class WindowTransport(Transport, NodeMemory):
     """Moves buffers of the ranks of a node, of at least 32 KB, through shared memory or by MPI.
 
     Args:
-        mpi: the transport over the same ranks.
+        mpi: the MPI transport of this communicator's ranks.
         watch: the rank's record of the calls that it waits in; ranks wait with its timeout.
         limit: the most bytes of shared memory that this process may make, of all communicators together. The smallest
             limit of a rank holds for all ranks.

@@ -74,7 +74,7 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
         with _starting(size):
             yield
         return
-    import subprocess  # here, because it makes importing mpistrat slower
+    import subprocess  # imported here, so that `import mpistrat` stays fast
 
     message = f"\nmpistrat: {_message('MPI_Init', seconds, rank, size)}\n"
     command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
@@ -118,7 +118,7 @@ def _message(what: str, seconds: float, rank: int | None, size: int | None) -> s
     return (
         f"{who} waited {seconds:g} s in {what} for the other ranks: some of the {started} never got "
         f"there. It waits at {call_site(sys._getframe())}.\n"
-        "Every rank must build the strategy (or call MPI_Init). Is the call inside an `if rank == 0:`, did a "
-        "rank end or fail before, or is a rank still busy? "
-        f"{start_seconds.name}=N allows N seconds (0: no limit). Ending the job."
+        "Ending the job. Every rank must build the strategy (or call MPI_Init): look for an `if rank == 0:` around "
+        "the call, and for a rank that has ended or is still busy; "
+        f"{start_seconds.name}=N allows N seconds (0: no limit)."
     )

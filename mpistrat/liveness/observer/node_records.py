@@ -126,7 +126,7 @@ class NodeRecords:
             warnings.warn(
                 f"{unseen} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
                 "temporary files (no space, no right to write there, or containers with pid namespaces of their own): "
-                "when ranks wait too long, StallError cannot name the missing ranks.",
+                "StallError cannot name missing ranks. Free space, or start containers with the host's pid namespace",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -160,7 +160,7 @@ class NodeRecords:
 
 
 def _hash(name: str) -> int:
-    import hashlib  # here, because it makes importing mpistrat slower
+    import hashlib  # imported here, so that `import mpistrat` stays fast
 
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 

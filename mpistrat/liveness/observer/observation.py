@@ -151,7 +151,7 @@ def start_observer(folder: str) -> None:
     It waits at most 10 s until Python has started there, and raises nothing if it cannot be started. The observer
     inherits no descriptor, because it outlives this process, and the reader of a pipe would wait for it.
     """
-    import subprocess  # here, because it makes importing mpistrat slower
+    import subprocess  # imported here, so that `import mpistrat` stays fast
 
     python = python_of_helpers()
     if python is None:

@@ -192,7 +192,7 @@ def as_of_any_rank(traceback: str, rank: int) -> str:
     So ranks get equal hashes if their messages differ only in each rank's own number. If the messages name another
     rank, too, all numbers count. For `rank` -1 all numbers count.
     """
-    import hashlib  # here, because it makes importing mpistrat slower
+    import hashlib  # imported here, so that `import mpistrat` stays fast
 
     text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch's prefix of each line
     lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()

@@ -99,7 +99,7 @@ _LOCK_OF_A_JOB = re.compile(rf"[0-9A-Za-z-]{{8,80}}{re.escape(_LOCK)}")
 
 def _places() -> Iterator[str]:
     yield SHARED_MEMORY
-    import tempfile  # here, because it makes importing mpistrat slower
+    import tempfile  # imported here, so that `import mpistrat` stays fast
 
     yield tempfile.gettempdir()
 
@@ -322,7 +322,7 @@ def _remove(path: str) -> None:
         for name in os.listdir(path):
             if name.startswith(_MAPPINGS):
                 _remove_mappings(os.path.join(path, name))
-    import shutil  # here, because it makes importing mpistrat slower
+    import shutil  # imported here, so that `import mpistrat` stays fast
 
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):

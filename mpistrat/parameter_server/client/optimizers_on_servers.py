@@ -35,7 +35,7 @@ class OptimizersOnServers:
             arrays: the address of each array, and whether the array is one part of a split variable.
         Raises: TypeError if the definition cannot be pickled, or the optimizer cannot step a part.
         """
-        import cloudpickle  # here, because it makes importing mpistrat slower
+        import cloudpickle  # imported here, so that `import mpistrat` stays fast
 
         packed = cloudpickle.dumps(definition)  # also of classes of the main script
         keys: dict[int, list[tuple[int, bool]]] = {}  # by server

@@ -182,11 +182,11 @@ class VariablesOnServers(VariableStore):
     ) -> list[Address]:
         """Make the arrays of a new variable or torch tensor on the servers.
 
-        The owner (the rank with `owns`) makes them, with its initial value; the other ranks wait until it has.
+        The owner (the rank with `owns`) makes them, with its initial value; the other ranks wait until they exist.
 
         Called by: every worker, in the same order.
         Args:
-            dtype, shape: of the whole variable; None takes them from `initial_value`.
+            dtype, shape: dtype and shape of the whole variable; None takes them from `initial_value`.
         Returns: the address of the array, or of each part of a split variable.
         Raises: on all workers, the owner's error; CollectiveMismatchError for another name, shape or dtype than the
             owner's.

@@ -116,10 +116,10 @@ class ChangeLock:
 
 @contextlib.contextmanager
 def consistent_snapshot(routes: Routes) -> Iterator[None]:
-    """Inside, no other client changes anything on the servers.
+    """A context in which no other client changes anything on the servers. Its end lets changes go on.
 
-    Waits until all servers have paused. If a server with a backup dies before that, releases the other servers, and
-    pauses them again.
+    Its begin waits until all servers have paused. If a server with a backup dies meanwhile, all servers are released,
+    and the living ones paused again.
 
     Called by: the rank that saves or restores a checkpoint.
     Raises: UnavailableError if a server has died, and no living server has its arrays.

@@ -128,8 +128,8 @@ def _check_alike(gradient: Any, pending: _Pending) -> None:
     for worker, other in pending.gradients.items():
         if isinstance(gradient, IndexedSlices) != isinstance(other, IndexedSlices):
             raise TypeError(
-                f"the gradient of {pending.table.name!r} is one of some rows on one worker, and of the whole on "
-                f"another (rank {worker}): to be combined, all need to be alike"
+                f"the gradient of {pending.table.name!r} is one of some rows (sparse) on one worker, and dense on "
+                f"another (rank {worker}). Make the embedding sparse on all workers, or on none"
             )
 
 

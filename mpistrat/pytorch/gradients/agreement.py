@@ -250,7 +250,7 @@ class StepAgreement:
             f"backward() on rank {self._communicator.rank}: the ranks are not in the same step, counting calls of run "
             "(inside replica() the batches of distributed datasets), optimizer steps, and calls of shard while "
             f"gradients are on ({', '.join(lines)}); a rank has skipped a backward. Call run, shard and backward() on "
-            "every rank equally often; a loss of zero contributes nothing"
+            "every rank equally often, with a loss of zero if a rank has no examples"
         )
 
 

@@ -85,7 +85,8 @@ class Overlap:
     def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
         """Return the buckets for a backward that begins; None if all its gradients are to be reduced afterwards.
 
-        The call is not collective. If a rank skips this backward, the agreement at the backward's end raises.
+        The call is not collective. If a rank skips this backward, the ranks raise CollectiveMismatchError when they
+        agree on gradients at the end of the other ranks' backward.
         Args:
             parameters: this rank's parameters by slot; None for a dropped one.
             scale: number that multiplies the sums; None for plain sums.
@@ -142,7 +143,7 @@ class Overlap:
         if self._communicates and isinstance(self._sender, SideStream):
             # Then buckets on a device must not interleave with the program's calls.
             if self._sender.thread is not None:
-                why_not = "two threads must not use a device's groups and MPI at a time"
+                why_not = "two threads must not use a device's groups and MPI at the same time"
             elif self._differ:
                 why_not = "its ranks use different parameters, which would interleave them in different orders"
             else:
@@ -218,7 +219,7 @@ class Overlap:
         (kind,) = kinds or {"cpu"}
         why = _first_that_holds(
             ("as asked for", self._asked),
-            ("a device computes and communicates at a time", kind != "cpu"),
+            ("a device computes and communicates at the same time", kind != "cpu"),
             # With and without overlap, buffers have different lengths, so the residuals of the slower way would be
             # lost.
             ("a trial would lose residuals of the wire format", self._wires.has_format),
@@ -285,13 +286,12 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
 
 
 def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str], str]:
-    """Return the devices of all ranks, and the reason against sending gradients while backward() runs.
+    """Look for a reason against sending gradients while backward() runs.
 
     Args:
         of_ranks: the facts of each rank, from `Overlap._agree_on_sender`.
         on_one_node: whether all ranks are on one node.
-    Returns: the device types of all ranks' parameters, and the reason against overlap. The reason is "" if there is
-        none.
+    Returns: the device types of all ranks' parameters, and the reason; "" for no reason.
     """
     asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
     kinds: frozenset[str] = frozenset().union(*of_rank)

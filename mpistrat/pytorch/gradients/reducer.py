@@ -428,10 +428,10 @@ def _check_not_captured(parameter: torch.Tensor) -> None:
     """Raises: RuntimeError while a graph of the parameter's device is captured."""
     if is_capturing(parameter):
         raise RuntimeError(
-            "backward() inside run was called while a graph of the device is captured: the ranks agree on the host on "
-            "the gradients that they reduce, and a replay would leave that out. Capture the model alone, by "
-            'torch.cuda.make_graphed_callables or torch.compile(mode="reduce-overhead"), and call backward() outside; '
-            "or capture backward() inside strategy.no_sync(), and give the gradients to all_reduce after each replay"
+            "backward() inside run was called while a graph of the device is captured. The ranks agree on gradients on "
+            "the host, and a replay would leave that out. Capture the model alone, by "
+            'torch.cuda.make_graphed_callables or torch.compile(mode="reduce-overhead"), or capture backward() inside '
+            "strategy.no_sync(), and give the gradients to all_reduce after each replay"
         )
 
 

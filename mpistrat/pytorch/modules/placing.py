@@ -22,8 +22,7 @@ def place(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
     Parameters stay the same objects. A buffer that two modules share stays shared. Lazy tensors will be made on
     `device`. Tensors on "meta" and DTensors are not moved.
     Returns: the parameters that were moved; empty if all were there.
-    Raises: RuntimeError if torch cannot move a parameter and keep its object, because something has a weak reference to
-        it.
+    Raises: RuntimeError if torch cannot move a parameter, because something has a weak reference to it.
     """
     parameters: list[torch.Tensor] = []
     buffers: dict[int, torch.Tensor] = {}
@@ -74,8 +73,7 @@ def _move(parameter: torch.Tensor, device: torch.device, name: str) -> None:
 
     A lazy parameter gets no memory, but will be made on `device`.
     Args: name: the parameter's name, for the message.
-    Raises: RuntimeError if torch has to swap the contents of two tensors, and something has a weak reference to
-        `parameter`.
+    Raises: RuntimeError if torch has to swap two tensors, and something has a weak reference to `parameter`.
     """
     kind: Any = type(parameter)
     if is_lazy(parameter):

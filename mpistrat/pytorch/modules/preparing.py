@@ -70,8 +70,8 @@ def check_optimizers(
             raise ValueError(
                 f"the {kind} has {len(trained)} parameters, {len(trained) - len(others)} of them in modules that "
                 f"are prepared with it ({', '.join(sorted(names)) or 'none'}), and {len(unknown)} in none that is "
-                f"mirrored. Make the {kind} of the parameters of the module that is trained, after copy.deepcopy, "
-                "convert_sync_batchnorm and other calls that make new parameters, and give prepare that module, too"
+                f"mirrored. Make the {kind} after copy.deepcopy, convert_sync_batchnorm and other calls that make new "
+                "parameters, and give prepare the trained module, too"
             )
 
 

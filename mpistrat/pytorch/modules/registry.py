@@ -66,7 +66,7 @@ class BufferSlot:
         return tensor is not None and (id(tensor), version(tensor)) not in self.settled
 
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
-        """Record that the replicas' tensors are equal now. Args: copies: one per replica of this rank, or None."""
+        """Record that the replicas' tensors are equal now. Args: copies: a tensor per replica of this rank, or None."""
         self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
 
 

@@ -54,7 +54,7 @@ def dtype(text: str) -> np.dtype[Any]:
     with contextlib.suppress(TypeError):
         if (found := np.dtype(text)).kind in "iufc":
             return found
-    raise ArgumentTypeError(f"must be a number of NumPy's, such as float32 or int64, got {text!r}")
+    raise ArgumentTypeError(f"must be a number of NumPy's (float32, int64, …), got {text!r}")
 
 
 def communication_options(text: str) -> CommunicationOptions:
@@ -102,7 +102,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--json": {"metavar": "FILE", "help": "write all results and samples to FILE"},
     "--plot": {"metavar": "FILE.png", "help": "draw a picture (needs matplotlib)"},
-    "--rounds": {"type": _positive, "help": "turns of each; the median counts (%(default)s)"},
+    "--rounds": {"type": _positive, "help": "measurements; the median counts (%(default)s)"},
     "--model": {"choices": MODELS, "default": "mlp", "help": "the model to train (mlp)"},
     "--batch-size": {
         "type": _positive,

@@ -76,8 +76,8 @@ def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int
     """
     if (wanted := arguments.ranks_per_node or 0) > ranks_per_node:
         raise UsageError(
-            f"--ranks-per-node {wanted}: this run has {ranks_per_node} on a node, and more ranks would use its memory "
-            f"in a way that this run cannot measure; start {wanted} on each node"
+            f"--ranks-per-node {wanted}: this run has {ranks_per_node} ranks on a node, and cannot measure how "
+            f"{wanted} ranks share a node's memory; start {wanted} on each node"
         )
     if max(arguments.nodes) > 1 and num_nodes == 1 and arguments.gbit is None:
         raise UsageError(

@@ -41,7 +41,7 @@ class Launch:
     variables: str = ""  # "PMI_SIZE=2, PMI_RANK=1"; "" if no launcher started this process
     launcher: str = ""  # "Open MPI's mpiexec"
     first_on_node: bool = True  # True also if the launcher does not tell
-    slurm: dict[str, str] = field(default_factory=dict)  # Slurm's variables
+    slurm: dict[str, str] = field(default_factory=dict)  # by name: "SLURM_JOB_ID"
     mpirun: str = ""  # the path of the first mpirun in PATH
     mpirun_version: str = ""  # the first lines of `mpirun --version`
     srun_types: list[str] = field(default_factory=list)  # from `srun --mpi=list`: "pmi2", "pmix"

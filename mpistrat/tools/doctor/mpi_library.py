@@ -36,8 +36,8 @@ _MPIRUN = "start with mpirun inside sbatch or salloc"
 _LATE_ALONE = "try one line alone: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
 _LATE = (
     "look whether all ranks were started and their nodes are up, and whether the nodes reach each other by the network "
-    "that MPI chooses (a firewall, docker0 or another interface of its own on each: --mca btl_tcp_if_include …, "
-    "UCX_NET_DEVICES=…, FI_TCP_IFACE=…); a slow start of a large job is given longer by MPISTRAT_START_SECONDS"
+    "that MPI chooses (a firewall, docker0: --mca btl_tcp_if_include …, UCX_NET_DEVICES=…, FI_TCP_IFACE=…); "
+    "allow a large job a longer start by MPISTRAT_START_SECONDS"
 )
 _OTHER_NETWORK = (
     "read its last words; if they name a network or device, choose one that all nodes have (UCX_NET_DEVICES=…, "

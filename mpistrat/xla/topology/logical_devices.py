@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def check_logical_device(logical_device_id: int, cores_per_replica: int) -> None:
-    """Raises: ValueError if `logical_device_id` is not from 0 to `cores_per_replica` - 1."""
+    """Check that a replica has the logical device. Raises: ValueError unless 0 <= id < `cores_per_replica`."""
     if not 0 <= operator.index(logical_device_id) < cores_per_replica:
         raise ValueError(
             f"no logical device {logical_device_id}: a replica has {cores_per_replica}, so ids are 0 to "

@@ -1,4 +1,4 @@
-"""Orders the chips of a box so that each chip is linked with the next one."""
+"""Orders the chips of a box, as a ring of linked chips if the box has one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Chip = tuple[int, ...]
 
 
 def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
-    """Return the chips of a box in an order that begins at (0, 0, 0) and ends at a neighbour of (0, 0, 0).
+    """Return the chips of a box in the order of a ring, or sorted by z, then y, then x.
 
-    Each chip is a neighbour of the next chip. But if the box has an odd length above 1, or is one line of chips, the
-    chips are sorted by z, then y, then x instead. (Only a torus links the ends of a line.)
+    The ring begins at (0, 0, 0); each chip is a neighbour of the next chip, and the last chip of the first. The chips
+    are sorted if the box has an odd length above 1, or is one line of chips. (Only a torus links the ends of a line.)
 
     Args: shape: number of chips along x, y and z.
     Returns: integers of shape [chips, 3]; the last axis is (x, y, z).

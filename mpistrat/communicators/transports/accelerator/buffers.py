@@ -21,7 +21,7 @@ class DeviceTransport(Transport):
     A collective returns when the result is in the buffer, or when the work is submitted to the device.
 
     Args:
-        host: the communicator of the same ranks, for buffers on the host and objects.
+        host: the communicator of the ranks that this transport connects, for buffers on the host and objects.
         index: the number of this process's GPU. A buffer on another GPU is copied to this GPU and back.
         watch: this rank's record of the calls that it waits in; the node's observer reads it, and reports stalls.
         why: how buffers travel and why, in words for people; `explain()` shows it.
@@ -130,7 +130,7 @@ def _change_on_host(buffer: Array, collective: Callable[[Array], None]) -> None:
 
 def exchange_on_host(host: Communicator, operands: Operands) -> None:
     """Do an `all_to_all` of buffers on a device by copies to the host and back.
-    Args: host: the communicator of the same ranks.   operands: `buffer` is sent; `target` gets the result.
+    Args: host: the communicator of the ranks that exchange.   operands: `buffer` is sent; `target` gets the result.
     """
     buffer, out = to_host(operands.buffer), to_host(operands.target)
     host.all_to_all(buffer, out, operands.sent, operands.received)

@@ -62,7 +62,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
     Args:
         name: the group's name in messages: "NCCL".
-        host: the communicator of the same ranks, for objects.
+        host: the communicator of the ranks of the group, for objects.
         channel: the abort channel: it carries a rank's error to the other ranks. Groups that share it fail together.
         watch: this rank's record of the calls that it waits in; the node's observer reads it.
         abort: takes the group, and ends it and its kernels. Called once, by any thread.

@@ -62,7 +62,7 @@ class NativeTransport(DeviceTransport):
     collective on tensors of the accelerator raises an error.
 
     Args:
-        host: the communicator of the same ranks, for buffers on the host and objects.
+        host: the communicator of the ranks that this transport connects, for buffers on the host and objects.
         kind: torch's name for the kind of device: "cuda".
         index: the number of this rank's accelerator in this process.
         watch: the watch of `host`, where a waiting rank is reported.

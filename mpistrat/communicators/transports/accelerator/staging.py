@@ -59,7 +59,7 @@ class _Stages:
         self._down.wait_event(self._library.record(self._library.current_stream()))
 
     def fetch(self, number: int, chunk: Array) -> tuple[Array, Any]:
-        """Start to copy chunk `number` to the host, when the chunk before it has left the same pinned buffer.
+        """Start to copy chunk `number` to the host, when chunk `number` - 3 has left the same pinned buffer.
 
         Returns: the pinned host array, and the event after which the array has the values.
         """
