@@ -118,7 +118,6 @@ def _message(what: str, seconds: float, rank: int | None, size: int | None) -> s
     return (
         f"{who} waited {seconds:g} s in {what} for the other ranks: some of the {started} never got "
         f"there. It waits at {call_site(sys._getframe())}.\n"
-        "Ending the job. Every rank must build the strategy (or call MPI_Init): look for an `if rank == 0:` around "
-        "the call, and for a rank that has ended or is still busy; "
-        f"{start_seconds.name}=N allows N seconds (0: no limit)."
+        "Every rank must build the strategy (or call MPI_Init), so the job ends: look for an `if rank == 0:` around "
+        f"the call, for a rank that has ended or is still busy, or set {start_seconds.name} higher (0: no limit)."
     )

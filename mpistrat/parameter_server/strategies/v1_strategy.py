@@ -47,8 +47,9 @@ class BetweenGraphStrategy(Strategy):
     example once. The first living worker saves checkpoints; everything in a checkpoint beside the variables comes from
     that worker. A signal that ends the job ends servers at once.
 
-    Called by: every rank of the job (or of `comm`). On a server the constructor serves, and raises SystemExit when all
-    workers have ended.
+    On a server the constructor serves, and raises SystemExit when all workers have ended.
+
+    Called by: every rank of the job (or of `comm`).
     Args:
         cluster_resolver: names each rank's task. Addresses are not used, as MPI carries the bytes. None if `num_ps`,
             TF_CONFIG, or a heterogeneous Slurm job gives the tasks. In such a Slurm job the first component has the

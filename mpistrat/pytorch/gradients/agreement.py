@@ -247,10 +247,9 @@ class StepAgreement:
             f"rank {r}: run {runs}, {steps} steps, shard {n}" for r, (runs, steps, n) in places
         ]
         return (
-            f"backward() on rank {self._communicator.rank}: the ranks are not in the same step, counting calls of run "
-            "(inside replica() the batches of distributed datasets), optimizer steps, and calls of shard while "
-            f"gradients are on ({', '.join(lines)}); a rank has skipped a backward. Call run, shard and backward() on "
-            "every rank equally often, with a loss of zero if a rank has no examples"
+            f"backward() on rank {self._communicator.rank}: the ranks are not in the same step ({', '.join(lines)}; "
+            "inside replica(), batches count as run); a rank has skipped a backward. Call run, shard and backward() "
+            "on every rank equally often, with a loss of zero if a rank has no examples"
         )
 
 
