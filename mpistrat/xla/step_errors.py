@@ -19,8 +19,8 @@ def early_read(step: str, error: BaseException, on_host: Sequence[str]) -> str:
     """
     left = f". XLA leaves to the host: {', '.join(on_host)}" if on_host else ""
     return (
-        f"{step} asks inside run for a value, or for a shape that depends on values{_where(error)}, as item(), "
-        "float(), print, `if tensor`, nonzero(), a boolean mask, torch.compile, a GradScaler and LBFGS do. But run "
+        f"{step} asks inside run for a value, or for a shape that depends on values{_where(error)}: item(), "
+        "float(), print, `if tensor`, nonzero(), a boolean mask, torch.compile, a GradScaler and LBFGS ask. But run "
         "records operations first and computes them later. Return the tensor and read it after run, and use "
         f"torch.where for masks{left}"
     )
