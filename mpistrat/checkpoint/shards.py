@@ -227,7 +227,9 @@ class Assembly:
         return found
 
     def _replaced(self, name: str, value: Any, path: Path, layout: Layout) -> Any:
-        """Return `value` with tensors in their present layout. `_read` fills tensors that were saved in parts.
+        """Return `value`, a saved state or a part of it, with its tensors in the layout that the object has now.
+
+        `_read` fills tensors that were saved in parts. Dicts are changed in place; lists and tuples are made anew.
 
         Args:
             name: name of the object.

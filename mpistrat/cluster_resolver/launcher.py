@@ -160,8 +160,10 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
 def describes_daemons(environ: Mapping[str, str]) -> bool:
     """Return whether the variables of the Slurm step describe mpirun's daemons instead of the ranks.
 
-    This is so if mpirun started the ranks inside a Slurm job, because mpirun starts its daemons with srun. False
-    outside a Slurm step.
+    This is so if mpirun started the ranks inside a Slurm job, because mpirun starts its daemons with srun.
+
+    Returns: False outside a Slurm step. Also False if another launcher's variables have the same size and rank as the
+        Slurm step, because srun has then started the ranks themselves.
     """
     size, rank, _, _ = SLURM_STEP
     if size not in environ:

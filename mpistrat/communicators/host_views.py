@@ -51,7 +51,7 @@ def room_for(buffer: Array, shapes: np.ndarray) -> list[np.ndarray]:
 def parts_with_own(buffer: Array, out: Array, rank: int, size: int) -> list[np.ndarray]:
     """Copy `buffer` into this rank's part of `out`, unless it is there already.
 
-    Returns: for each rank, in rank order, its part of `out`: a view as bytes.
+    Returns: `size` arrays of bytes (uint8), in rank order: views of the ranks' parts of `out`.
     """
     parts = list(bytes_of(out).reshape(size, -1))
     source = bytes_of(buffer)

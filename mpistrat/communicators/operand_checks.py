@@ -48,7 +48,7 @@ def check_parts(buffer: Array, out: Array, size: int) -> None:
 def check_gathered(buffer: Array, out: Array, size: int) -> None:
     """Check the operands of `all_gather_into`.
 
-    Raises: ValueError unless `out` has `size` times as many elements as `buffer`, and the same dtype.
+    Raises: ValueError unless `out` has `size` times as many elements as `buffer`, in any shape, and the same dtype.
     """
     if (num_elements(out), out.dtype) != (size * num_elements(buffer), buffer.dtype):
         raise ValueError(

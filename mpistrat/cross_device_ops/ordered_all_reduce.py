@@ -217,9 +217,11 @@ def _add_up(
 
 
 def _first_of_rounded(components: Sequence[Any]) -> Array | None:
-    """Return the first component if the sum depends on the order: for dense floats and complex numbers.
+    """Return the first of `components` if their sum depends on the order of additions; else None.
 
-    Returns: None for integers and IndexedSlices.
+    Called by: `all_reduce`, for each value. The first component stands for the value's dtype and shape in the packs.
+    Args: components: one value's component for each replica of this rank.
+    Returns: None for IndexedSlices, and for numbers that are neither floating-point nor complex.
 
     Raises: InvalidArgumentError if the components cannot be added up.
     """

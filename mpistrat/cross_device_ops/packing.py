@@ -341,10 +341,11 @@ def pack_of_itself(
 def flat_view(tensor: Any, like: Any) -> Any:
     """Return a flat view of a torch tensor's memory, so that a reduction overwrites the tensor without a copy.
 
-    Args: like: the tensor's parameter. The tensor must have its dtype and, unless it has gaps, its strides.
+    Args: like: the tensor's parameter. `tensor` must have the parameter's dtype, and the parameter's strides; for a
+        parameter with gaps, contiguous strides.
 
-    Returns: None if the tensor is sparse, if dtype or strides differ, or if the memory is larger than the tensor or
-        another object refers to it.
+    Returns: None if the tensor is sparse, if it has another dtype or other strides, if the memory is larger than the
+        tensor, or if another object refers to the memory.
     """
     import torch
 

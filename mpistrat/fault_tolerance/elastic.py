@@ -199,7 +199,10 @@ class Elastic:
         return strategy
 
     def restore(self, checkpoint: Checkpoint) -> int:
-        """Load the last committed state into the objects of `checkpoint`; the first time, leave them as they are.
+        """Load the last committed state into the objects of `checkpoint` after the loss of a rank.
+
+        If no rank was lost before this call, it loads nothing, and copies the objects' state, so that training can go
+        back to it after a loss. On a single rank, or if a lost rank ends the job, it does neither.
 
         Called by: every rank, before its first step.
         Args:

@@ -30,9 +30,9 @@ _STEPS_READ_AHEAD = 4
 class IteratorProgress:
     """How far an iterator has come in its epoch. `DistributedDataset.state_dict` makes its state of this object.
 
-    The dataset refers to this object instead of the iterator. If dataset and iterator kept each other alive, the
-    garbage collector would have to end the DataLoader's worker processes when a program leaves an iteration early. The
-    collector closes their queues first, and then waiting for the processes takes 5 s.
+    The dataset refers to this object instead of the iterator, so that the two are in no reference cycle. An iterator
+    that the program leaves early is then freed at once, and ends the DataLoader's worker processes. In a cycle, only
+    the garbage collector would free it. That takes 5 s, because the collector closes the processes' queues first.
 
     Attributes:
         epoch: number of the epoch, from 0.
@@ -205,12 +205,14 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return sure > 0
 
     def _words(self, step: ReplicaPieces | None, error: Exception | None) -> list[int]:
-        """Return two numbers that this rank sends: how many steps it is sure to have, and when its reading fails.
+        """Return two numbers that this rank sends, so that the ranks agree on further steps by the maximum of each.
 
-        The ranks take the maximum of each number. With `partial`, all ranks make as many steps as the rank that has the
-        most. Otherwise all make as many as the rank that has the fewest, so the first number is negated. It is 0 if
-        this rank has no step, and `_FAILED` after an error. The second number is minus the number of steps before a
-        known failure, or `-_NEVER`.
+        First number: the number of steps that this rank can surely make now: `step`, and, with `partial` or
+        `drop_last`, the later steps that it has read. 0 without `step`; `_FAILED` after an error. With `partial`, all
+        ranks make as many steps as the rank with the most. Without, the number is negated, because all ranks make as
+        many steps as the rank with the fewest.
+
+        Second number: minus the number of these steps, if this rank could not read the step after them; else `-_NEVER`.
         """
         if error is not None:
             return [_FAILED, -_NEVER]

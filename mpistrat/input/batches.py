@@ -88,7 +88,7 @@ def without_examples(batch: Any) -> Any:
 
     Numbers, None and arrays without dimensions stay as they are. `batch` is not changed.
 
-    Raises: ValueError if a leaf is neither an array nor a number, for example a string.
+    Raises: ValueError if a leaf is no array, no number and not None, for example a string.
     """
     return nest.map_structure(_without_examples, batch)
 

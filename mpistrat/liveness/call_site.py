@@ -27,7 +27,11 @@ FRAME = re.compile(r'(?m)^( *)File "(.+)", line (\d+), in (.+)\n(?:\1 {2,}.*\n|\
 
 
 class SourceLine(NamedTuple):
-    """A copy of a frame's code and line, taken before the frame runs on. The fields have the names of a frame's."""
+    """A copy of a frame's code and line number, taken before the frame runs on.
+
+    The fields are named like the attributes of a frame, so that `outside` takes either. `f_back` (the caller's frame)
+    is always None.
+    """
 
     f_code: CodeType
     f_lineno: int

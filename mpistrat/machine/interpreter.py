@@ -19,8 +19,10 @@ sys.modules["mpistrat"] = package
 def python_of_helpers() -> str | None:
     """Return the path of this process's Python interpreter; None if helper processes cannot run it.
 
-    Called by: the observer and the start's deadline; both do without a helper process for None. It is None in a frozen
-    program, because its executable would start the program again.
+    Called by: `start_observer`, and `init_deadline`, the time limit of MPI_Init. If the result is None, they start no
+        helper process: there is no observer, and no limit.
+    Returns: None in a frozen program, because its executable would start the program again; and if the executable is
+        not named python or pypy, or cannot be run.
     """
     executable = sys.executable or ""
     is_python = re.match(r"(python|pypy)", os.path.basename(executable)) is not None

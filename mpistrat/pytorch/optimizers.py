@@ -167,7 +167,7 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
 
     There is no warning if torch has a default process group, a strategy mirrors a parameter of `optimizer`, or any
     optimizer has stepped inside `run`.
-    Called by: each step outside replicas of several ranks.
+    Called by: `_before_step`, unless the step is inside `run` or `replica()` of a strategy with several replicas.
     """
     global _has_warned
     if _has_warned or (torch.distributed.is_available() and torch.distributed.is_initialized()):

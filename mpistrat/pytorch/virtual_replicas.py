@@ -133,10 +133,12 @@ class TorchState:
         _set_generators(self._generators[entering])
 
     def copies(self, slots: Sequence[BufferSlot]) -> list[list[torch.Tensor | None]]:
-        """Return a list for each replica with its tensors of the buffers `slots`; None for a dropped buffer.
+        """Return the tensors that each replica of this rank has for the modules' buffers `slots`.
 
         A replica that has never run has replica 0's tensors. Context: between runs, when replica 0's buffers are in the
         modules.
+        Returns: a list for each replica, replica 0 first. It has an entry for each of `slots`, in their order: the
+            tensor, or None if the program has dropped the buffer.
         """
         copies = [[slot.tensor() for slot in slots]]
         for away in self._away[1:]:

@@ -42,9 +42,11 @@ class AllReduceCall:
 
 
 class CrossReplicaOps:
-    """Reduces, gathers and broadcasts values for `Strategy` and `ReplicaContext`, without checking their contexts.
+    """Reduces, gathers and broadcasts values for `Strategy` and `ReplicaContext`.
 
-    Operands are plain values, or distributed values with a component for each replica of this rank.
+    `Strategy` and `ReplicaContext` check the caller's context (cross-replica or replica) before. Operands are plain
+    values, or distributed values with a component for each replica of this rank. With one replica in all, `reduce_to`
+    and `batch_reduce` return each value (the only component of a distributed value) and ignore its destinations.
 
     Called by: every rank, in the same order, for all methods that combine values.
 
@@ -52,8 +54,8 @@ class CrossReplicaOps:
         group: the replicas.
         cross_device_ops: the program's policy for combining the components on one rank, or None.
         options: defaults of every collective.
-        take_apart: for TPU cores that run one program: returns the component on each core of a tensor that all cores
-            share as one object, and None for any other value. None: each replica has objects of its own.
+        take_apart: a function of an operand, for TPU cores that run one program. It returns a tuple with each core's
+            part of a tensor that all cores share as one object; else None. Other strategies give no function.
 
     Attributes:
         over_ranks: the reducer that combines values with a component per replica, over all replicas of all ranks.

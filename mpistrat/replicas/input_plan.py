@@ -23,10 +23,10 @@ class Share:
         workers: number of workers.
         worker: number of this rank's worker.
         num_replicas: number of replicas of all workers.
-        replicas: numbers of this rank's replicas within its worker.
-        first: the number of this worker's first replica among all replicas, if replica i takes piece i of each global
-            batch. None: worker w takes the pieces w, w + workers, …, as in TensorFlow. With one replica per worker both
-            are the same.
+        replicas: numbers of this rank's replicas among the replicas of its worker; from 0 if each rank is a worker.
+        first: None: worker w takes the pieces w, w + workers, …, as in TensorFlow. A number: replica i takes piece i of
+            each global batch, and `first` is the number of this worker's first replica among all replicas. With one
+            replica per worker, both give the same pieces.
     """
 
     workers: int
@@ -56,8 +56,10 @@ class Share:
     def sizes(self, global_batch_size: int) -> list[int]:
         """Return the numbers of examples of the next n pieces that this rank's worker reads; n is `num_replicas`.
 
-        Of n pieces, the first batch mod n have floor(batch / n) + 1 examples, and the others floor(batch / n). Each
-        worker begins at another of these n sizes, so that after n pieces all workers have read equally much.
+        Of n pieces, the first batch mod n have floor(batch / n) + 1 examples, and the others floor(batch / n). Piece i
+        belongs to replica i. The result begins with the piece of this worker's first replica; the pieces of the
+        following replicas come next, and replica 0 follows the last replica. So all workers have read equally much
+        after n pieces.
 
         Raises: ValueError if workers have different numbers of replicas.
         """

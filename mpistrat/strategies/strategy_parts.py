@@ -44,25 +44,25 @@ def agree(
 ) -> ReplicaGroup:
     """Agree with the other ranks on a strategy of class `what`, and share out the node's cores and GPUs.
 
-    With `torch_distributed=True`, and under `mpistrat run`, torch's default group is over these ranks afterwards, if
-    `comm` is given.
+    If `comm` is given and `asked` has `torch_distributed=True`, torch's default group is over these ranks afterwards.
+    The same holds under `mpistrat run` if there was no default group.
 
     Called by: every rank of `communicator`, in the strategy's constructor.
     Args:
         what: the name of the strategy's class.
-        topology: the topology of the ranks of `communicator`. If it has more ranks, `communicator` must have all
-            ranks of this node and no other ranks.
+        topology: the topology of the ranks of `communicator`; or of ranks on several nodes, if `communicator` has
+            exactly this node's ranks.
         devices: this rank's devices, if the program has chosen them, else None.
         asked: the arguments of the strategy's constructor.
-        comm: returns the mpi4py communicator of these ranks, for torch's default group; None: the strategy never makes
-            that group.
+        comm: returns the mpi4py communicator of these ranks, for torch's default group. None: the default group is
+            neither made nor checked.
     Returns: the replicas that the strategy combines, with this rank's devices.
     Raises:
         CollectiveMismatchError: on all ranks, if they make different strategies, or, without `deterministic`, have
             different numbers of devices.
         RuntimeError: on all ranks, with `torch_distributed=True`, if the program's default group is over other ranks.
-        ValueError: parameters are to be shared, and this rank has several replicas, or there is a wire format or
-            `deterministic`.
+        ValueError: with `shared_parameters`, in three cases: this rank has several replicas; `deterministic` is set;
+            there is a wire format.
     """
     replicas = 1 if devices is None else len(devices)
     if asked.shared_parameters:

@@ -54,7 +54,7 @@ class NativeGroups:
         self._groups.clear()
 
     def abort(self) -> None:
-        """Abort all calls of torch's groups at once. A later call makes new groups.
+        """Abort torch's groups, so that their running calls end immediately. The next call of `of` makes a new group.
 
         Called by: the abort of the process group; and any thread, when a rank is lost, before calls raise.
         """

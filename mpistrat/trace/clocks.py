@@ -43,6 +43,7 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
     Args:
         ask: returns the time of the other clock, in ns.
         now: returns the time of this process's clock, in ns.
+    Returns: the comparison. Its `ahead` (in ns) is positive if the clock of `ask` is ahead of this process's clock.
     """
     comparisons = []
     for _ in range(ROUNDS):

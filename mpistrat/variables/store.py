@@ -21,7 +21,8 @@ class VariableStore(abc.ABC):
     Attributes:
         mirrored: the live variables with a copy on each replica, by their number in the order of creation.
         on_every_replica: whether each replica's device has a copy.
-        owns_initial_values: False if this rank's initial values are ignored, because another rank makes the variables.
+        owns_initial_values: False if this rank does not use the initial values that the program gives, because another
+            rank makes the variables with its own; this rank waits until they are made.
     """
 
     mirrored: Mapping[int, MirroredVariable] = MappingProxyType({})

@@ -27,7 +27,8 @@ class TaskClaim:
         source: "TF_CONFIG", or the class of the rank's resolver, for messages; "" without both.
         cluster_spec: the cluster that the source describes; None without a source.
         task_type, task_id: the rank's task in that cluster; None if the source does not name it.
-        error: the error that the rank has found; None if there was no error.
+        error: the error that the rank has found; None if there was no error. `exchange` raises the error of the first
+            rank that has one, on all ranks.
     """
 
     source: str = ""
@@ -110,16 +111,17 @@ def resolver_of_trainers(
     *,
     asks_tf_config: bool,
 ) -> ClusterResolver | None:
-    """Return the resolver that names the ranks' tasks, after a check that its ranks are MPI's ranks.
+    """Check that the resolver's or TF_CONFIG's ranks are MPI's ranks, and return the resolver that names their tasks.
 
-    Called by: `MultiWorkerMirroredStrategy`, on every rank; all its ranks train. Communicates once.
+    Called by: `MultiWorkerMirroredStrategy`, on every rank. Communicates once.
     Args:
         topology: MPI's topology.
         all_gather_object: takes this rank's object, and returns the objects of all ranks, in rank order.
         resolver: the strategy's argument; None if there was none.
         asks_tf_config: whether to use TF_CONFIG if `resolver` is None.
-    Returns: `resolver`, or a resolver of TF_CONFIG. None if the caller has to take MPI's: `resolver` is None or an
-        MPIClusterResolver, and TF_CONFIG names no other task.
+    Returns: `resolver`, or, without one, a resolver of TF_CONFIG. None: the caller takes MPI's resolver, because
+        `resolver` is an MPIClusterResolver, or because there is no `resolver` and TF_CONFIG is not set, says only that
+        this process is alone, or is not to be used.
     Raises: on all ranks, TopologyError if the resolver or TF_CONFIG contradicts MPI, or if the ranks' TF_CONFIGs have
         different clusters; ValueError if a rank's task is not known, malformed, or (of a resolver) a parameter server.
     """

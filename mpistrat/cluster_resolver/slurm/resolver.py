@@ -163,11 +163,13 @@ class SlurmClusterResolver(ClusterResolver):
         return places
 
     def _components(self, tasks: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-        """Split the step's nodes into the components of a heterogeneous job, in the order of Slurm's task numbers.
+        """Split the step's nodes into the components of a heterogeneous job, and return the components in order.
 
-        The step's node list is sorted over all components, so it does not show this order.
+        Slurm numbers the tasks of component 0 first. The step's node list is sorted over all components, so it does not
+        show this order.
         Args: tasks: (host, number of tasks) of each node of the step.
-        Returns: a list like `tasks` for each component; a single list outside a heterogeneous job.
+        Returns: for each component with nodes in the step, a list of its nodes, in the order of `tasks`; outside a
+            heterogeneous job, a list with `tasks` alone.
         Raises: TopologyError if no variable says the nodes of each component.
         """
         if self._number(COMPONENTS, "1") <= 1 or len(tasks) == 1:

@@ -99,8 +99,8 @@ class SharedMemoryAgreement(CallAgreement):
 class MessageAgreement(CallAgreement):
     """The agreement of ranks on several nodes: one nonblocking all-reduce of 16 bytes over MPI.
 
-    Each rank with digest h gives (h, -h), and MAX gives (largest h, -smallest h). The digests are equal exactly if the
-    two numbers add up to 0.
+    Each rank gives (h, -h), where h is the digest (hash) of its call, and MAX gives (largest h, -smallest h). The
+    digests are equal exactly if the two numbers add up to 0.
     """
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:

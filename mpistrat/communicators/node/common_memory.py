@@ -213,12 +213,14 @@ class CommonMemory:
                 self.shared[first:end] = view.memory[first:end]
 
     def sum(self, parts: Sequence[ByteRange], view: View, factor: float | None) -> None:
-        """Sum `parts` of all ranks' contributions, multiply by `factor`, and write into the common copy. Collective.
+        """Sum the ranks' contributions in some ranges of bytes, and write the sums into the common copy. Collective.
 
-        Each rank sums its own slice. When it returns, all slices are written.
+        Each rank sums its own slice. When the call returns, all slices are written.
 
         Args:
-            view: this rank's view: pages that it has written show the sum only after `renew`.
+            parts: the ranges of bytes to sum.
+            view: this rank's copy-on-write mapping of the common copy. Pages that the rank has written there are
+                private, and show the sum only after `View.renew`.
             factor: multiplies the sum; None: the sum as it is.
         """
         with self._blocks.unbroken:

@@ -18,7 +18,8 @@ class CompressedTransport(Transport):
 
     Args:
         messages: a communicator of the ranks that this transport connects, for the compressor's messages.
-        smallest: the least number of bytes that it takes. A smaller message takes as long as an empty one.
+        smallest: the least number of bytes that it takes. To compress fewer bytes gains nothing, because such a message
+            takes as long as an empty one.
     """
 
     def __init__(self, messages: Communicator, smallest: int = 0) -> None:

@@ -44,12 +44,13 @@ from mpistrat.liveness.revocable_group import means_rank_lost
 
 
 class JobEnd:
-    """Ends the job when this rank fails, or ends its program while another rank waits for it.
+    """Ends the job in two cases: this rank fails, or its program ends while another rank waits for it in a collective.
 
-    `job_end()` returns the process's only object.
+    Each process has one instance, `job_end()`. Without MPI_THREAD_MULTIPLE, `watch` watches no communicator and raises
+    nothing: rank 0 of the communicator gives a RuntimeWarning, once per process.
 
     Attributes:
-        end_job: `RankEnd.end_job`: prints a text and ends all processes of the job.
+        end_job: takes a text and an exit code, prints the text and ends all processes of the job.
         records: this rank's record, and records of other ranks of its node.
         losses: whether ranks were lost and the others go on without them.
         leaves_together: whether all ranks have agreed to end the program now, so that an exit code other than 0 is no

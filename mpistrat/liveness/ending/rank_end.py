@@ -162,8 +162,8 @@ class RankEnd:
     def abort(self, code: int) -> NoReturn:
         """End all processes of the job with exit code `code` (1 for 0), this process included.
 
-        It flushes the streams, and calls MPI_Abort; before MPI runs, it asks the launcher. Under a fault tolerant MPI,
-        this process exits, and the launcher ends the job because of the exit code.
+        It flushes the streams, and calls MPI_Abort. Before MPI runs, it asks the launcher to end the job. Under a fault
+        tolerant MPI, this process exits, and the launcher ends the job because of the exit code.
         """
         self._is_ending()
         self.flush()

@@ -181,7 +181,7 @@ class Wait:
     def suspects(self) -> list[ObservedRank]:
         """The ranks of this node that may hold the others up: the missing ranks.
 
-        If none is missing: waiting ranks that are dead or stopped; [] without any.
+        If none is missing, the waiting ranks that are dead or stopped; [] if no waiting rank is.
         """
         return self.missing or [rank for rank in self.waiting if rank.stands_still]
 

@@ -122,7 +122,7 @@ class Observer:
         return deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
 
     def _others_may_start(self) -> bool:
-        """Whether ranks of the job may start after all ranks of this node have ended: then the observer stays.
+        """Whether the observer stays when all ranks of this node have ended, because further ranks can still start.
 
         Late ranks would wait for ranks that have ended, and that needs a report. False once the observer has reported,
         and 300 s after the first death.

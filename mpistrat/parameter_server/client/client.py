@@ -39,7 +39,8 @@ class Client:
     """Reads and changes arrays on servers. Called by: any thread.
 
     A client maps the arrays of servers on its node, and reads them in place. Only servers change arrays, one change
-    after the other. Each rank of a job with servers has one client.
+    after the other. Each rank of a job with servers has one client. `find` waits, without a time limit, for an array
+    that does not exist yet, until another rank has made it or has reported that it cannot.
 
     Args:
         servers: the servers' ranks, in task order.

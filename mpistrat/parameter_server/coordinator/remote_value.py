@@ -62,6 +62,8 @@ class RemoteValue(ReadsAsArray):
     def fetch(self) -> Any:
         """Wait for the function to end, and return its result with NumPy arrays in place of tensors and variables.
 
+        The structure and all other leaves, such as strings and numbers, are those of the result, unchanged.
+
         Raises: the function's error, on each call; CancelledError if another function's error has cancelled it.
         """
         return nest.map_structure(_fetched, self.get())

@@ -58,10 +58,11 @@ class UpdateNumbers:
             self._work = None
 
     def number(self, key: int) -> tuple[int | None, int]:
-        """Return `work` and `number` of the next `Update` of the array `key`.
+        """Return the fields `work` and `number` for the next `Update` of the array `key`.
 
-        Inside `within`, they are the closure's id and the number of the closure's earlier updates of this array.
-        Outside, they are the session and a number that grows; without a session, (None, 0).
+        Inside `within`, `work` is the closure's id, and `number` counts the closure's earlier updates of this array.
+        Outside, `work` is the session (a number below 0 for all of this client's updates outside closures), and
+        `number` grows with each call. Without a session, the result is (None, 0).
         """
         with self._lock:
             if self._work is None:

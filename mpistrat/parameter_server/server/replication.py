@@ -32,12 +32,13 @@ CHANGE, CHANGED, ABANDON = "change of a backup", "changed backup", "abandon back
 
 @dataclass
 class Forwarded:
-    """A change that the primary has forwarded to its backup.
+    """A change that the primary has forwarded to its backup; kept on the primary until the backup has answered.
 
     Attributes:
         number: the change's number, from 1.
-        failed: whether the change failed on the primary; the primary sets it before it reads the next message.
-        region: the memory that the message refers to; None if the message contains its arrays.
+        failed: whether the change failed on the primary itself. The primary sets it before it reads the backup's
+            answer, and then compares it with the backup's outcome.
+        region: the memory with the arrays of the message to the backup; None if the message contains the arrays.
         waiting: functions to call when the backup has made the change.
     """
 

@@ -81,8 +81,8 @@ class Arrivals:
     def _backward(self) -> ReplicaBackward:
         """Return the record of the backward of this thread's replica.
 
-        If a rank has several replicas, its parameters are on the host, and the engine calls hooks on the thread that
-        called backward(). So the thread tells the replica.
+        If a rank has several replicas, each runs in its own thread. The parameters are on the host, so the autograd
+        engine calls a parameter's hook on the thread that called backward(): the thread of the replica.
         Raises: RuntimeError if no replica of this rank is in a backward, because the gradient would not be reduced.
         """
         if self._backwards:

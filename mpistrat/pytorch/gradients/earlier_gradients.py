@@ -39,10 +39,11 @@ class EarlierGradients:
     def set_aside(self, parameters: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Move the reduced gradients out of `.grad` before a backward. Local gradients stay in `.grad`.
 
-        Args: parameters: the parameters by slot; None for a dropped parameter.
-        Returns: the reduced gradients, by slot. `.grad` of their parameters is None, or the local gradient.
-        Raises: RuntimeError if the program has changed a `.grad` that is the sum of a reduced and a local gradient,
-            unless it has set it to None or zeros.
+        Args: parameters: the parameters in the order of the registry's `slots`; None for a dropped parameter.
+        Returns: the reduced gradients, by index in `parameters`. The `.grad` of these parameters is now None, or the
+            local gradient.
+        Raises: RuntimeError if a `.grad` was the sum of a reduced and a local gradient, and the program has changed it
+            to anything but None or zeros.
         """
         earlier = {}
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):

@@ -148,9 +148,12 @@ def _timed(operation: Operation) -> float:
 
 
 def _copying(communicator: Communicator, nbytes: int, calls: int, device: Device) -> float:
-    """Return the median microseconds, on the slowest rank, for a copy of `nbytes` by all ranks at once.
+    """Return the time in microseconds that one copy of `nbytes` bytes takes while all ranks copy. Collective.
 
-    Each rank copies within its device's memory. `calls`: how many copies, at most 50.
+    Each rank copies within its device's memory. The time of a turn, one copy on each rank, is the slowest rank's time.
+
+    Args: calls: the number of turns, at most 50 of them; turns to warm up come before, and do not count.
+    Returns: the median of the turns, the same number on all ranks.
     """
     source, target = (device.array(np.ones(nbytes, np.uint8)) for _ in range(2))
     copy = functools.partial(operator.setitem, target, slice(None), source)

@@ -109,7 +109,10 @@ def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
 
 
 def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterator[Finding]:
-    """Yield the findings about the GPUs of one node; none if it has none, names none, and no other node has any.
+    """Yield the findings about the GPUs of one node.
+
+    Yields nothing if all is as on a machine without GPUs: no rank can use a GPU, CUDA's driver has no error, neither
+    CUDA_VISIBLE_DEVICES nor nvidia-smi lists a GPU, and no other node has one.
 
     Args: some_have: whether any node of the job has GPUs that a program can use.
     """

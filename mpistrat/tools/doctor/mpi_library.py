@@ -269,7 +269,10 @@ def launcher_of(library: str) -> str:
 
 
 def library_of(mpirun: str) -> str:
-    """Return the libmpi in the installation of an mpirun: its path; "" if none is found. See `_in_the_same_folder`."""
+    """Return the path of the libmpi in the installation that has the command `mpirun` (a path).
+
+    "" if none is found. See `_in_the_same_folder`.
+    """
     return _in_the_same_folder(mpirun, _LIBRARIES, os.F_OK)
 
 
