@@ -78,7 +78,7 @@ class CentralStorageStrategy(Strategy):
         if topology.num_nodes > 1:
             raise ValueError(
                 f"CentralStorageStrategy keeps variables in the memory of one node, and the ranks are on "
-                f"{topology.num_nodes} nodes. Use MultiWorkerMirroredStrategy (with shared_parameters=True each node "
+                f"{topology.num_nodes} nodes: use MultiWorkerMirroredStrategy (with shared_parameters=True each node "
                 "keeps one copy of the parameters)"
             )
         name = type(self).__name__
