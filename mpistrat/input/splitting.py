@@ -1,4 +1,4 @@
-"""Decides which replica gets which piece of a global batch, by the two rules of tf.distribute. Nothing is communicated.
+"""Shares out the pieces of a global batch to the replicas, by the two rules of tf.distribute. Nothing is communicated.
 
 The `n` replicas are spread over the workers. docs/glossary.md defines a worker.
 

@@ -132,7 +132,7 @@ if rank == 0:
 
 @pytest.mark.time_limit(120)
 @pytest.mark.alone(
-    "Its ranks measure the costs: where others take their cores, nothing is known of these."
+    "Its ranks measure costs of communication, and other tests would take their cores."
 )
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_slices_go_between_the_nodes(tmp_path: Path, ranks: int) -> None:

@@ -48,6 +48,7 @@ def program_of(page: str, before: str = "", after: str = "") -> str:
     return "\n".join([OPEN_NAMES, before, *programs_of(page), after])
 
 
-def programs_of(page: str) -> list[str]:
+def programs_of(page: str | Path) -> list[str]:
+    """The Python programs that a page shows. Args: page: its path, below the project's folder or whole."""
     text = (TOP / page).read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

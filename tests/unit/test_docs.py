@@ -18,7 +18,7 @@ import mpistrat as ms
 from conformance import differences
 from mpistrat import wire_formats
 from mpistrat.settings import SETTINGS
-from support.documentation import OPEN_NAMES
+from support.documentation import OPEN_NAMES, programs_of
 
 TOP = Path(__file__).parents[2]
 README = TOP / "README.md"
@@ -179,10 +179,6 @@ def test_all_differences_are_on_their_page(monkeypatch: pytest.MonkeyPatch) -> N
     assert "\n{{ differences }}\n" in text_of(DOCS / "differences.md")
     for entrance in (README, DOCS / "coming_from.md", DOCS / "index.md"):
         assert re.search(r"differences(\.md\)|\n)", text_of(entrance)), entrance.name
-
-
-def programs_of(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
 
 
 def test_pages_name_the_settings_that_there_are() -> None:

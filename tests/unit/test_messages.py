@@ -12,6 +12,7 @@ from support import house
 # Users' scripts, our pages and our tests search the output of a job for these words, so they stay, in these files of
 # the package. {} is a value.
 PHRASES = {
+    "rank {} of {} ({}, pid {})": "liveness/ending/rank_end.py",
     " failed; ending the job": "liveness/ending/rank_end.py",
     "Ending the job.": "liveness/observer/observer.py",
     "This report is in {}": "liveness/observer/observer.py",

@@ -44,7 +44,7 @@ def test_eight_ranks_import_only_what_asks_for_them() -> None:
 
 @pytest.mark.parametrize("mode", ["usual", "full"])
 def test_a_launch_test_is_of_one_stage(mode: str) -> None:
-    """Whichever of these marks it has."""
+    """This holds for each combination of the three marks."""
     marks = ("slurm", "alone", "waits")
     choices = [
         stage.pytest[stage.pytest.index("-m") + 1]
