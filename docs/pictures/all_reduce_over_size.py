@@ -1,0 +1,43 @@
+"""Draw the recorded times of sums over their sizes, with the two lines that mpistrat fits to such times."""
+
+import json
+
+import numpy as np
+from matplotlib.figure import Figure
+from style import BLUE, GREEN, GREY, HERE, ORANGE, figure, save
+
+from mpistrat.communicators.costs.model import fitted_in_two
+
+RESULT = HERE.parents[1] / "benchmarks" / "results" / "mpich-2-ranks-sweep.json"
+
+
+def draw() -> Figure:
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    found, rows = result["surroundings"], result["rows"]
+    sizes = [row["bytes"] for row in rows]
+    times = [row["p50"] for row in rows]
+    mpi = found["mpi"].replace(" Version:", "")
+    made = figure(4.4)
+    axes = made.add_subplot(
+        title=f"all_reduce of {found['ranks']} ranks on 1 node, through shared memory\n"
+        f"{mpi}, {found['cpu']}, {found['started'][:10]}",
+        xlabel="bytes",
+        ylabel="microseconds",
+        xscale="log",
+        yscale="log",
+    )
+    axes.plot(sizes, times, "o", color=GREEN, label="measured: the median of each size")
+    cut, *lines = fitted_in_two(sizes, [time * 1e-6 for time in times])
+    ranges = (sizes[0], cut), (cut, sizes[-1])
+    for (first, last), line, color in zip(ranges, lines, (BLUE, ORANGE), strict=True):
+        part = np.geomspace(first, last)
+        axes.plot(part, 1e6 * line.seconds(part), color=color, label=str(line))
+    limits = [row["limit"] for row in rows]
+    axes.plot(sizes, limits, ":", color=GREY, label="limit: both ranks copy as many bytes")
+    axes.grid(alpha=0.25, color=GREY)
+    axes.legend()
+    return made
+
+
+if __name__ == "__main__":
+    save(draw(), __file__)

@@ -1,0 +1,98 @@
+"""Each picture of docs/pictures is drawn by its script, from the code or from a recorded run, and shown on a page."""
+
+import itertools
+import json
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.axis import Tick
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+TOP = Path(__file__).parents[2]
+DOCS = TOP / "docs"
+FOLDER = DOCS / "pictures"
+SCRIPTS = sorted({*FOLDER.glob("*.py")} - {FOLDER / "style.py", FOLDER / "record.py"})
+PAGES = [TOP / "README.md", *sorted(DOCS.rglob("*.md"))]
+SVG = "{http://www.w3.org/2000/svg}"
+FEWEST_TEXTS, FEWEST_SHAPES, FEWEST_WORDS = 6, 8, 8
+
+
+@pytest.fixture(params=SCRIPTS, ids=lambda script: script.stem)
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(FOLDER)
+    return request.param
+
+
+def texts_of(picture: ElementTree.Element) -> list[str]:
+    return ["".join(text.itertext()).strip() for text in picture.iter(f"{SVG}text")]
+
+
+def test_there_are_eight_pictures() -> None:
+    assert len(SCRIPTS) >= 8
+    assert [path.stem for path in sorted(FOLDER.glob("*.svg"))] == [path.stem for path in SCRIPTS]
+
+
+def test_a_script_draws_its_picture(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path)])
+    drawing: dict[str, Any] = runpy.run_path(str(script), run_name="__main__")
+    (made,) = tmp_path.iterdir()
+    picture = ElementTree.parse(made).getroot()
+    shapes = [*picture.iter(f"{SVG}path"), *picture.iter(f"{SVG}use")]
+    assert len(texts_of(picture)) >= FEWEST_TEXTS
+    assert len(shapes) >= FEWEST_SHAPES
+    committed = ElementTree.parse(FOLDER / made.name).getroot()
+    assert texts_of(picture) == texts_of(committed)
+    check_layout(drawing["draw"])
+
+
+def check_layout(draw: Callable[[], Figure]) -> None:
+    """It has a title, and axes that have names; no text is cut or lies on another."""
+    figure = draw()
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert axes.get_title() or axes.get_title("left")
+        assert not axes.axison or axes.get_xlabel(), "the axis has no name"
+    boxes = list(boxes_of_texts(figure))
+    for text, box in boxes:
+        inside = figure.bbox.padded(1)
+        assert all(inside.contains(*corner) for corner in box.corners()), text
+    for (text, box), (other, other_box) in itertools.combinations(boxes, 2):
+        assert not box.padded(-1).overlaps(other_box.padded(-1)), (text, other)
+
+
+def boxes_of_texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
+    """Without the numbers of axes, which matplotlib places."""
+    ticks = figure.findobj(Tick)
+    numbers = {id(label) for tick in ticks for label in (tick.label1, tick.label2)}
+    for text in figure.findobj(Text):
+        if text.get_text().strip() and id(text) not in numbers:
+            yield text.get_text(), Text.get_window_extent(text)
+
+
+def test_each_picture_is_shown_with_words_for_those_who_do_not_see_it() -> None:
+    shown = {}
+    for page in PAGES:
+        images = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+        shown |= {(page.parent / path).resolve(): words for words, path in images}
+    for script in SCRIPTS:
+        words = shown.get(script.with_suffix(".svg"), "")
+        assert len(words.split()) >= FEWEST_WORDS, script.stem
+
+
+def test_recordings_name_their_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = runpy.run_path(str(FOLDER / "record.py"))["COMMANDS"]
+    files = sorted((FOLDER / "recorded").glob("*.json"))
+    recorded = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    assert {name: recording["commands"] for name, recording in recorded.items()} == commands
+    for program in re.findall(r"docs/pictures/programs/\w+\.py", str(commands)):
+        assert (TOP / program).is_file(), program
