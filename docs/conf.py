@@ -13,7 +13,9 @@ else:
     import tomli as tomllib
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))  # for docstrings.py
+sys.path.append(str(HERE))  # for docstrings.py and tested_versions.py
+
+import tested_versions  # noqa: E402
 
 # The areas of the file, each with its name in a comment before it.
 _, *areas = re.split(
@@ -24,16 +26,29 @@ _, *areas = re.split(
 
 project = "mpistrat"
 version = release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "docstrings",
+]
 
 html_theme = "furo"
 html_title = f"mpistrat {release}"
 html_copy_source = False
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+copybutton_exclude = ".gp, .go"  # prompts, and what a program printed
 
-myst_enable_extensions = ["deflist", "substitution"]
+myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
 myst_heading_anchors = 3
 myst_substitutions = {
+    "tested": tested_versions.tested(),
+    "recorded": tested_versions.recorded(),
+    "declared": tested_versions.declared(),
     "settings": "\n".join(
         (
             "| variable | default | unit | what it says | read by |",
