@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import pytest
 from matplotlib.axis import Tick
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
@@ -69,6 +70,7 @@ def test_a_script_draws_its_picture(
 
 def check_layout(figure: Figure) -> None:
     """It has a title, and axes that have names; no text is cut or lies on another."""
+    FigureCanvasAgg(figure).draw()
     for axes in figure.axes:
         assert axes.get_title() or axes.get_title("left")
         assert not axes.axison or axes.get_xlabel(), "the axis has no name"
@@ -82,11 +84,12 @@ def check_layout(figure: Figure) -> None:
 
 def boxes_of_texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
     """Without the numbers of axes, which matplotlib places."""
+    renderer = figure.canvas.get_renderer()
     ticks = figure.findobj(Tick)
     numbers = {id(label) for tick in ticks for label in (tick.label1, tick.label2)}
     for text in figure.findobj(Text):
         if text.get_text().strip() and id(text) not in numbers:
-            yield text.get_text(), Text.get_window_extent(text)
+            yield text.get_text(), Text.get_window_extent(text, renderer)
 
 
 def test_each_picture_is_shown_with_words_for_those_who_do_not_see_it() -> None:
