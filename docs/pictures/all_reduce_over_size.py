@@ -21,7 +21,7 @@ def draw() -> Figure:
     axes = made.add_subplot(
         title=f"all_reduce of {found['ranks']} ranks on 1 node, through shared memory\n"
         f"{mpi}, {found['cpu']}, {found['started'][:10]}",
-        xlabel="bytes",
+        xlabel="size of the buffer",
         ylabel="microseconds",
         xscale="log",
         yscale="log",
@@ -34,9 +34,17 @@ def draw() -> Figure:
         axes.plot(part, 1e6 * line.seconds(part), color=color, label=str(line))
     limits = [row["limit"] for row in rows]
     axes.plot(sizes, limits, ":", color=GREY, label="limit: both ranks copy as many bytes")
+    axes.set_xticks(sizes, map(named, sizes))
+    axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+    axes.minorticks_off()
     axes.grid(alpha=0.25, color=GREY)
     axes.legend()
     return made
+
+
+def named(size: int) -> str:
+    """64 KB, 1 MB, … Args: size: a power of two, in bytes."""
+    return f"{size >> 20} MB" if size >> 20 else f"{size >> 10} KB"
 
 
 if __name__ == "__main__":

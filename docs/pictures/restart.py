@@ -17,7 +17,7 @@ def draw() -> Figure:
         steps = [line for line in lines if "step" in line]
         after = f"from step {begin['begins'] + 1} on" if begin["begins"] else "from the beginning"
         numbers, losses = ([line[key] for line in steps] for key in ("step", "loss"))
-        style = {"color": color, "linewidth": width, "alpha": 0.5 if color == BLUE else 1.0}
+        style = {"color": color, "linewidth": width, "alpha": 0.75 if color == BLUE else 1.0}
         axes.plot(numbers, losses, label=f"{begin['ranks']} ranks, {after}", **style)
     first = [line for line in jobs[0] if "step" in line][-1]
     axes.plot(first["step"], first["loss"], "X", color=RED, markersize=10)
