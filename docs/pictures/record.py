@@ -72,20 +72,21 @@ def _run(command: str, folder: Path) -> dict[str, Any]:
 
 
 def _events(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events that have a duration, after the last event of `mirror`, without folders and identifiers."""
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    """The names of ranks and threads, and what they did after `mirror`, without folders and identifiers."""
+    events = trace["traceEvents"]
     begin = max(event["ts"] for event in events if event["name"] == "mirror")
-    kept = [event for event in events if event["ts"] > begin]
+    kept = [event for event in events if event["ph"] == "M" or event["ts"] > begin]
     for event in kept:
         told = event.get("args") or {}
-        event["args"] = {k: v for k, v in told.items() if k in ("bytes", "call", "last to enter")}
+        shown = ("bytes", "call", "last to enter", "name")
+        event["args"] = {key: value for key, value in told.items() if key in shown}
     return kept
 
 
 def main() -> None:
     for name in sys.argv[1:] or COMMANDS:
         text = json.dumps(record(name), separators=(",", ":"))
-        lines = re.sub(r'(\{"(?:rank|step|saved|begins|name|ph)")', r"\n\1", text)
+        lines = re.sub(r'(\{"(?:rank|step|saved|begins|ph)")', r"\n\1", text)
         (HERE / "recorded" / f"{name}.json").write_text(f"{lines}\n", encoding="utf-8")
 
 
