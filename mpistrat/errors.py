@@ -32,6 +32,8 @@ class OpError(Exception):
     Example:
         >>> issubclass(ms.errors.OutOfRangeError, ms.errors.OpError)
         True
+
+    Troubleshooting: OpError
     """
 
 
@@ -44,6 +46,8 @@ class InvalidArgumentError(OpError, ValueError):
         ... except ms.errors.InvalidArgumentError as error:
         ...     print(error)
         variable 'Variable' has shape [2], the operand [3]
+
+    Troubleshooting: InvalidArgumentError
     """
 
 
@@ -57,6 +61,8 @@ class NotFoundError(OpError):
             dataset = strategy.experimental_distribute_dataset(batches, options)
         except ms.errors.NotFoundError:  # `batches` is no FileDataset
             dataset = strategy.experimental_distribute_dataset(batches)
+
+    Troubleshooting: NotFoundError
     """
 
 
@@ -70,6 +76,8 @@ class OutOfRangeError(OpError):
         ... except ms.errors.OutOfRangeError as error:
         ...     print(error)
         the distributed dataset has ended
+
+    Troubleshooting: OutOfRangeError
     """
 
 
@@ -86,6 +94,8 @@ class FailedPreconditionError(OpError):
             except ms.errors.FailedPreconditionError as error:
                 print(error)
                 raise
+
+    Troubleshooting: FailedPreconditionError
     """
 
 
@@ -98,6 +108,8 @@ class AbortedError(OpError):
         ... except ms.errors.OpError as error:
         ...     print(error)
         the input was closed
+
+    Troubleshooting: AbortedError
     """
 
 
@@ -118,6 +130,8 @@ class CancelledError(OpError):
             print(value.fetch())
         except ms.errors.CancelledError:  # `join` has raised the cause, and it is mended
             value = coordinator.schedule(step)
+
+    Troubleshooting: CancelledError
     """
 
 
@@ -127,6 +141,8 @@ class DeadlineExceededError(OpError):
     Example:
         >>> issubclass(ms.errors.StallError, ms.errors.DeadlineExceededError)
         True
+
+    Troubleshooting: DeadlineExceededError
     """
 
 
@@ -143,6 +159,8 @@ class StallError(DeadlineExceededError):
         except ms.errors.StallError as error:
             print(error)
             raise
+
+    Troubleshooting: StallError
     """
 
 
@@ -155,6 +173,8 @@ class UnavailableError(OpError):
             coordinator.join()
         except ms.errors.UnavailableError as error:  # all workers have died
             raise SystemExit(f"start the job again: {error}")
+
+    Troubleshooting: UnavailableError
     """
 
 
@@ -170,6 +190,8 @@ class RankLostError(UnavailableError):
         except ms.errors.RankLostError:
             log.close()
             raise
+
+    Troubleshooting: RankLostError
     """
 
 
@@ -182,6 +204,8 @@ class TooFewReplicasError(UnavailableError):
         >>> ms.fault_tolerance.run_elastic(train, min_replicas=2)
         Traceback (most recent call last):
         mpistrat.errors.TooFewReplicasError: 1 replicas are left, and min_replicas=2 are wanted. ...
+
+    Troubleshooting: TooFewReplicasError
     """
 
 
@@ -197,6 +221,8 @@ class ClosureInputError(RuntimeError):
             value = coordinator.schedule(step, args=(iterator,)).fetch()
         except ms.errors.ClosureInputError as error:
             print(error.original)
+
+    Troubleshooting: ClosureInputError
     """
 
     original: Exception | None = None
@@ -217,6 +243,8 @@ class CollectiveMismatchError(RuntimeError):
             total = strategy.reduce("SUM", np.zeros(2 + rank), axis=None)
         except ms.errors.CollectiveMismatchError as error:
             print(error)
+
+    Troubleshooting: CollectiveMismatchError
     """
 
     raised_by_rank = ""
@@ -238,6 +266,8 @@ class DivergenceError(RuntimeError):
         except ms.errors.DivergenceError as error:
             print(error.name, error.ranks)
             raise
+
+    Troubleshooting: DivergenceError
     """
 
     def __init__(self, message: str, name: str = "", ranks: tuple[int, ...] = ()) -> None:
@@ -255,4 +285,6 @@ class TopologyError(RuntimeError):
         >>> ms.MultiWorkerMirroredStrategy(cluster_resolver=resolver)  # one rank was started
         Traceback (most recent call last):
         mpistrat.errors.TopologyError: SimpleClusterResolver says this is rank 0 of 2, MPI says ...
+
+    Troubleshooting: TopologyError
     """

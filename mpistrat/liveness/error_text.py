@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 
+from mpistrat import errors
 from mpistrat.liveness.call_site import FRAME, PACKAGE, message_of, places_of, raised_at
 from mpistrat.settings import full_tracebacks
 
@@ -41,16 +42,19 @@ def advice_for(error: BaseException, rank: int) -> str:
 
     The line names a line of the user's program, and has the first line of the message of `error`. If this package
     raised `error`, it has the last sentence of the message (the advice). If another rank has raised the error, the
-    place, the rank and the text are taken from its attribute `raised_by_rank`.
+    place, the rank and the text are taken from its attribute `raised_by_rank`. An error of `mpistrat.errors` has a
+    heading in docs/troubleshooting.md, and the line ends with it.
     """
-    advice = getattr(error, "raised_by_rank", "")
+    advice, heading = getattr(error, "raised_by_rank", ""), ""
     if not advice:
+        ours = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        heading = "".join(f" (docs/troubleshooting.md: {name})" for name in [*ours][:1])
         lines = message_of(error).splitlines() or [""]
         text = lines[0] or type(error).__name__
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
             text = _BETWEEN_SENTENCES.split(lines[-1])[-1]  # our messages end with what to do
         advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"
-    return f"mpistrat: correct {advice.splitlines()[0].rstrip('.'):.300}.\n"
+    return f"mpistrat: correct {advice.splitlines()[0].rstrip('.'):.300}{heading}.\n"
 
 
 def told_of(error: BaseException, rank: int) -> str:

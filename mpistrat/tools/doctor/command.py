@@ -54,6 +54,7 @@ def run(in_json: bool) -> int:
             mpi_library.warning(
                 f"Rank 0 reported everything, but then it did not end well: {outcome.left}.",
                 "update MPI, or try another of its transports (--mca pml ob1, UCX_TLS=tcp,self)",
+                "It did not end well",
             )
         )
     text = to_json(findings, job) if in_json else as_text(findings, len(job.nodes()))
@@ -93,6 +94,7 @@ def _guarded(check: Check, job: Job) -> Iterator[Finding]:
             PROBLEM,
             f"This check has failed with an error of its own: {type(error).__name__}: {error}.",
             "please report it, with the output of --json",
+            "This check has failed with an error of its own",
         )
 
 

