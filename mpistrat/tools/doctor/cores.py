@@ -18,7 +18,7 @@ from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("cores")
 # Headings of docs/troubleshooting.md
-_BOUND, _TURNS = "Ranks are bound to few cores", "Ranks take turns"
+_BOUND, _TURNS = "Ranks are bound to", "Ranks take turns"
 CPUS_PER_TASK = "SLURM_CPUS_PER_TASK"  # "8"
 STEPS_CPUS_PER_TASK = "SRUN_CPUS_PER_TASK"  # srun reads this variable since Slurm 22.05
 

@@ -55,7 +55,7 @@ _LIBRARIES = (
 
 # Fixes for a process that ran out of something. The key, a heading of docs/troubleshooting.md, is found in how the
 # process ended or in its last words.
-_OUT_OF = {
+OUT_OF = {
     "SIGBUS": "make room in /dev/shm, where MPI and mpistrat share memory; the finding on memory says how much is free",
     "Too many open files": "ulimit -n 65536 in the job script: MPI needs a file for each connection and shared segment",
 }
@@ -132,7 +132,7 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
         return problem(f"{failure.text}.", _fix_mismatch(launch, library), _ALONE)
     words = f" Its last words: {failure.words}" * bool(failure.words)
     text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}.{words}"
-    causes = ((fix, cause) for cause, fix in _OUT_OF.items() if cause in text)
+    causes = ((fix, cause) for cause, fix in OUT_OF.items() if cause in text)
     return problem(text, *next(causes, (_fix_end(launch, library, failure), "MPI_Init failed")))
 
 

@@ -34,7 +34,7 @@ _STEP = {
     "distribution": "SLURM_DISTRIBUTION",
 }
 # Headings of docs/troubleshooting.md
-_APART, _OTHERS = "Clocks are apart", "SLURM_* variables of another job"
+_APART, _OTHERS = "Clocks are apart", "SLURM_* variables speak of job"
 UNSET = "begin with a new login shell, or unset them (bash: unset ${!SLURM_*})"
 MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos) stops working"
 
@@ -218,7 +218,7 @@ def _placement(job: Job) -> Iterator[Finding]:
             "of a node cannot share memory, or nodes are made up.",
             "look whether each rank has a container (a private /dev/shm or IPC namespace) or host name of its own: "
             "start one container per node, or share /dev/shm and the IPC namespace",
-            "MPI sees other nodes than Slurm",
+            "Slurm has put these ranks on",
         )
 
 

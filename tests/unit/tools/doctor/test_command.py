@@ -18,17 +18,25 @@ MakeJob = Callable[..., Job]
 
 
 def test_what_is_not_ok_has_a_fix() -> None:
-    for level, fix in ((PROBLEM, ""), (OK, "do it"), ("bad", "do it")):
+    for level, fix, heading in (
+        (PROBLEM, "", ""),
+        (PROBLEM, "do it", ""),
+        (WARNING, "", "Bus error"),
+        (OK, "do it", "Bus error"),
+        ("bad", "do it", "Bus error"),
+    ):
         with pytest.raises(ValueError, match=r"fix|level"):
-            Finding("cores", level, "text", fix)
+            Finding("cores", level, "text", fix, heading)
 
 
 def test_what_is_true_of_several_nodes_is_said_once() -> None:
-    findings = [Finding("cores", WARNING, "few", "more", (node,)) for node in ("n1", "n2", "n3")]
+    findings = [
+        Finding("cores", WARNING, "few", "more", "Few", (node,)) for node in ("n1", "n2", "n3")
+    ]
     findings.insert(1, Finding("MPI", OK, "well"))
     once = said_once(findings)
     assert once == [
-        Finding("cores", WARNING, "few", "more", ("n1", "n2", "n3")),
+        Finding("cores", WARNING, "few", "more", "Few", ("n1", "n2", "n3")),
         Finding("MPI", OK, "well"),
     ]
     assert "warning  cores on all 3 nodes: few" in as_text(once, nodes=3)
@@ -38,14 +46,14 @@ def test_what_is_true_of_several_nodes_is_said_once() -> None:
 def test_text() -> None:
     findings = [
         Finding("MPI", OK, "It runs."),
-        Finding("memory", WARNING, "Little.", "more"),
-        Finding("cores", PROBLEM, "None.", "some"),
+        Finding("memory", WARNING, "Little.", "more", "Bus error"),
+        Finding("cores", PROBLEM, "None.", "some", "Ranks take turns"),
     ]
     assert as_text(findings, nodes=1).splitlines() == [
         "PROBLEM  cores: None.",
-        "    fix: some",
+        "    fix: some (docs/troubleshooting.md: Ranks take turns)",
         "warning  memory: Little.",
-        "    fix: more",
+        "    fix: more (docs/troubleshooting.md: Bus error)",
         "ok       MPI: It runs.",
         "1 problem, 1 warning.",
     ]
