@@ -38,7 +38,7 @@ WORDS = {
     "DeadlineExceededError": "",
     "DivergenceError": "is not the same any more on",
     "FailedPreconditionError": "came after the work that it belongs to was over",
-    "InvalidArgumentError": "has shape",
+    "InvalidArgumentError": "only numbers can be reduced",
     "NotFoundError": "because it shares out files",
     "OpError": "",
     "OutOfRangeError": "the distributed dataset has ended",
