@@ -10,7 +10,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 import mpistrat as ms
-from mpistrat.errors import CollectiveMismatchError
+from mpistrat.errors import CollectiveMismatchError, StallError
 from mpistrat.liveness.error_text import advice_for, of_the_program, told_of
 
 PACKAGE = os.path.dirname(ms.__file__)
@@ -102,6 +102,17 @@ def test_what_to_do_about_an_error_of_ours_is_its_last_sentence() -> None:
     with pytest.raises(ValueError, match="Leave") as raised:
         exec(compile('raise ValueError("It is wrong. Leave it out")', f"{PACKAGE}/x.py", "exec"))
     assert advice_for(raised.value, 2).endswith(" (rank 2): Leave it out.\n")
+
+
+def test_the_line_about_an_error_of_ours_ends_with_its_heading() -> None:
+    """However long the line is; a class of the program's has the heading of ours that it is made from."""
+
+    class Late(StallError): ...
+
+    heading = "(docs/troubleshooting.md: StallError)"
+    for error in (StallError("late"), Late("late"), StallError("late " * 200)):
+        assert advice_for(error, 1).endswith(f" {heading}.\n")
+    assert "docs/" not in advice_for(ValueError("late"), 1)
 
 
 def test_an_error_that_cannot_be_read_has_an_advice_all_the_same() -> None:
