@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.documentation import TOP, program_of, programs_of
+from support.documentation import OPEN_NAMES, TOP, blocks_of, program_of, programs_of
 
 STRATEGY = "strategy = ms.MultiWorkerMirroredStrategy()"
 TRAINING = f"""{STRATEGY}
@@ -52,6 +52,9 @@ PROGRAMS = {
     "docs/parameter_servers_coordinator.md": (3, "", "main()"),
 }
 
+# Pages with programs that begin a training loop, in blocks of "py".
+FRAGMENTS = ("docs/training.md",)
+
 
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_programs_run(launcher, tmp_path: Path, page: str) -> None:
@@ -60,6 +63,18 @@ def test_programs_run(launcher, tmp_path: Path, page: str) -> None:
     program.write_text(program_of(page, before, after), encoding="utf-8")
     job = launcher.run_python(ranks, program, forked=True, cwd=tmp_path)
     assert job.returncode == 0, job.output
+
+
+@pytest.mark.parametrize("page", FRAGMENTS)
+def test_fragments_run(launcher, tmp_path: Path, page: str) -> None:
+    """Each by itself: they are the lines that a program of the reader's gets."""
+    for number, block in enumerate(blocks_of(page)):
+        if block.language == "py" and not block.is_saved:
+            program = tmp_path / f"{number}.py"
+            text = "\n".join([OPEN_NAMES, "build()", block.text])
+            program.write_text(text, encoding="utf-8")
+            job = launcher.run_python(2, program, forked=True, cwd=tmp_path)
+            assert job.returncode == 0, job.output
 
 
 def test_readmes_script_can_be_pasted(launcher, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.clusters import three_nodes, two_nodes
+from support.documentation import blocks_of, pattern_of
 from support.harness.mpi_launcher import Job, Launcher, run_job
 
 pytestmark = pytest.mark.both_mpis("launching")
@@ -60,6 +61,11 @@ def test_json_has_the_same_findings() -> None:
     assert "2 ranks of 2" in threads["text"]
     assert threads["fix"].startswith("unset OMP_NUM_THREADS")
     said = without_distance(" ".join(texts.stdout.split()))
+    (page,) = (b.text for b in blocks_of("docs/doctor.md") if b.language == "text")
+    of_every_machine = re.findall(r"^ok +MPI: .*\n(?: .*\n)*", page, re.MULTILINE)
+    assert len(of_every_machine) == 3
+    for finding in of_every_machine:
+        assert re.search(pattern_of(finding), said), (finding, texts.stdout)
     assert "Two ranks hand each other 128 KB in … us" in said
     for finding in findings:
         if finding["check"] != "memory":  # what is free changes

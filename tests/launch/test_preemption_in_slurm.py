@@ -11,6 +11,7 @@ import pytest
 
 from launch.preempted_runs import PROGRAM, check_resumed, starts_of, steps_done, until
 from support.clusters.slurm_cluster import BatchJob, SlurmCluster
+from support.documentation import blocks_of
 from support.harness.mpi_launcher import Launcher
 
 pytestmark = pytest.mark.slurm
@@ -23,17 +24,13 @@ SECONDS = 180.0
 
 TEMPLATE = Path(__file__).parents[2] / "slurm" / "requeue.sbatch"
 
+# The scripts of docs/preemption.md. Slurm's signals kill the daemons of Open MPI's mpirun; the batch script can get one
+# alone, and hand it on to mpirun.
+ON_THE_PAGE = [b.text for b in blocks_of("docs/preemption.md") if b.language == "sh"]
 SRUN = "srun --mpi=pmi2 PROGRAM"
-REQUEUE = """
-[ $code -ne 42 ] || scontrol requeue "$SLURM_JOB_ID"
-exit $code"""
-# Slurm's signals kill the daemons of Open MPI's mpirun; the batch script can get one alone, and hand it on to mpirun.
-HANDED_ON = """\
-set -e
-trap 'kill -USR1 $mpirun' USR1
-mpirun PROGRAM & mpirun=$!
-code=0
-while true; do wait $mpirun && code=0 || code=$?; kill -0 $mpirun 2>/dev/null || break; done"""
+REQUEUED_BY_SCRIPT = ON_THE_PAGE[0].replace("…", "--mpi=pmi2 PROGRAM")
+REQUEUE = ON_THE_PAGE[0].partition("\n")[2]
+HANDED_ON = ON_THE_PAGE[1].replace("python train.py", "PROGRAM")
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ WAYS = {
     ),
     "Open MPI": Way(
         "Open MPI",
-        f"{HANDED_ON}\nexit $code",
+        HANDED_ON,
         "scancel --batch --signal=USR1 JOB",
         "SIGUSR1 has come",
     ),
@@ -90,11 +87,11 @@ WAYS = {
     ),
     "requeued by Slurm": Way("MPICH", SRUN, "scontrol requeue JOB", "SIGTERM has come", ""),
     "requeued by the script": Way(
-        "MPICH", f"{SRUN}\ncode=$?{REQUEUE}", "scancel --signal=TERM JOB", "SIGTERM has come", ""
+        "MPICH", REQUEUED_BY_SCRIPT, "scancel --signal=TERM JOB", "SIGTERM has come", ""
     ),
     "Open MPI, requeued by the script": Way(
         "Open MPI",
-        f"{HANDED_ON}{REQUEUE}",
+        HANDED_ON.replace("exit $code\n", REQUEUE),
         "scancel --batch --signal=USR1 JOB",
         "SIGUSR1 has come",
         "",
@@ -117,7 +114,7 @@ LEFT_ALONE = {
     ),
     "--signal=B": Way(
         "Open MPI",
-        f"{HANDED_ON}\nexit $code",
+        HANDED_ON,
         "",
         "SIGUSR1 has come",
         "requeue margin=1",
@@ -269,7 +266,7 @@ def test_open_mpi_s_mpirun_does_not_outlive_a_signal_to_the_whole_job(
     slurm: SlurmCluster, tmp_path: Path, command: str, options: tuple[str, ...]
 ) -> None:
     """Ranks may save a checkpoint or may not; the script does not learn that they did, and the job is not requeued."""
-    script = f"mpirun PROGRAM\ncode=$?{REQUEUE}"
+    script = f"mpirun PROGRAM\ncode=$?\n{REQUEUE}"
     way = Way("Open MPI", script, command, "", "margin=1", 2, options)
     job = submit(slurm, way, tmp_path / "job", 10 * STEPS_PER_START)
     preempt(slurm, way, job, tmp_path / "job", 1)

@@ -13,6 +13,7 @@ from launch.fault_jobs import HOST_AND_PID, LIMIT, SECONDS_TO_END, assert_says_w
 from launch.preempted_runs import until
 from support.clusters import two_nodes
 from support.clusters.slurm_cluster import SlurmCluster
+from support.documentation import blocks_of
 from support.harness.mpi_launcher import Job, Launcher
 from support.last_lines import assert_mended_by
 
@@ -436,12 +437,14 @@ def test_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
 
 @pytest.mark.slurm
 def test_srun(slurm: SlurmCluster, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(ON_TWO_NODES)
-    tasks = ("--mpi=pmi2", "-N2", "--ntasks-per-node=2")
-    command = (sys.executable, *RUN, program)
-    job = slurm.srun(Launcher.named("MPICH"), *tasks, *command, cwd=tmp_path)
-    check_two_nodes(job, r"\S+")
+    """By the script of the page, with two ranks per node in place of four."""
+    (shown,) = (b.text for b in blocks_of("docs/torch_distributed.md") if b.text.startswith("#!"))
+    script = tmp_path / "job.sh"
+    script.write_text(shown)
+    (tmp_path / "train.py").write_text(ON_TWO_NODES)
+    job = slurm.sbatch(Launcher.named("MPICH"), script, "--ntasks-per-node=2", cwd=tmp_path)
+    assert job.wait() == "COMPLETED", job.report()
+    check_two_nodes(Job(0, job.output, job.output, 0.0, ()), r"\S+")
 
 
 def check_two_nodes(job: Job, address: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.clusters.slurm_cluster import BatchJob, SlurmCluster
+from support.documentation import blocks_of
 from support.harness.mpi_launcher import Launcher
 
 pytestmark = [
@@ -163,21 +164,36 @@ def test_a_job_that_is_told_to_end_goes_on_later(
     ],
 )
 def test_what_is_requeued(tmp_path: Path, variables: dict[str, str], requeued: str) -> None:
-    """By stand-ins for Slurm's commands: the last task of a job array has the array's number, which means all tasks."""
-    for name, text in (("srun", "exit 42"), ("scontrol", f'echo "$*" > {tmp_path}/asked')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "1234"}
+    """The last task of a job array has the array's number, which means all tasks."""
+    done = run_beside_stand_ins(tmp_path, template("requeue.sbatch"), variables)
+    assert f"job {requeued} is not finished" in done.stdout
+    assert (tmp_path / "asked").read_text() == f"requeue {requeued}\n"
+
+
+def test_the_script_of_the_page_requeues(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(blocks_of("docs/preemption.md")[1].text)
+    run_beside_stand_ins(tmp_path, script, {})
+    assert (tmp_path / "asked").read_text() == "requeue 1234\n"
+
+
+def run_beside_stand_ins(
+    folder: Path, script: Path, variables: dict[str, str]
+) -> "subprocess.CompletedProcess[str]":
+    """Run a batch script beside an `srun` whose program leaves with 42, and a `scontrol` that writes to `folder`."""
+    for name, text in (("srun", "exit 42"), ("scontrol", f'echo "$*" > {folder}/asked')):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "1234"}
     done = subprocess.run(
-        ["bash", template("requeue.sbatch"), "train.py"],
+        ["bash", script, "train.py"],
         env={**env, **variables},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 42, done.stderr
-    assert f"job {requeued} is not finished" in done.stdout
-    assert (tmp_path / "asked").read_text() == f"requeue {requeued}\n"
+    return done
 
 
 @pytest.mark.slow
