@@ -94,8 +94,8 @@ stall_seconds = Setting(
     default="60",
     unit="seconds",
     read_by="each rank, when it builds a strategy, and when `mpistrat run` starts it",
-    meaning="How long a collective may last, transfers included; 0 waits for ever. If the variable is not set, a "
-    "group of `torch.distributed` waits for its own `timeout` where that is longer.",
+    meaning="How long a collective may last, transfers included; 0 waits for ever. If the variable is not set, the "
+    "limit of a group of `torch.distributed` is its own `timeout`.",
     parse=_seconds,
     expected="a number of seconds; 0 waits for ever",
 )

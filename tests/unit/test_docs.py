@@ -17,6 +17,8 @@ import pytest
 import mpistrat as ms
 from conformance import differences
 from mpistrat import wire_formats
+from mpistrat.communicators.node.blocks import Blocks
+from mpistrat.communicators.node.slots import SharedSlots
 from mpistrat.settings import SETTINGS
 from support.documentation import OPEN_NAMES, programs_of
 
@@ -83,9 +85,21 @@ def test_pages_say_what_ran_where() -> None:
     assert "**not seen**" in not_seen
     for hardware in ("several GPUs", "device-aware MPI", "ROCm", "XPU", "TPUs"):
         assert hardware in not_seen
+    steps = report.partition("## gpu_training, 1 ranks")[2].partition("An earlier run")[0]
+    rows = re.findall(
+        r"^\| .* \| (?:plain PyTorch \| .*|1 \| .* \| .*) \| (\S+) \|$", steps, re.MULTILINE
+    )
+    (said,) = re.findall(r"A step of one rank took (\S+) to (\S+)\sof", text_of(DOCS / "gpus.md"))
+    assert said == (f"{min(map(float, rows)):.2f}", f"{max(map(float, rows)):.2f}")
     for page in ("README.md", "docs/tpus.md", "benchmarks/README.md"):
         text = text_of(TOP / page)
         assert "gpus.md#what-ran-where" in text or "`docs/gpus.md`" in text, page
+
+
+def test_the_fixed_part_of_shared_memory() -> None:
+    """The blocks of a rank, and its slots for small values."""
+    megabytes = (Blocks.NBYTES + SharedSlots.nbytes_for(ranks=2)) / 1e6
+    assert f"\n| fixed | {megabytes:.1f} MB |\n" in text_of(DOCS / "how_values_move.md")
 
 
 def test_programs_name_what_exists() -> None:
