@@ -1,0 +1,108 @@
+"""docs/migration: the programs of its pages run before and after their diffs, and print the losses that the pages show.
+
+To add a program: `docs/migration/programs/NAME.py`, `NAME.diff`, made by
+`diff -U99 --label a/NAME.py --label b/NAME.py`, and a page that shows the diff and the commands with their output.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from support import unified_diff
+from support.harness.mpi_launcher import Job, Launcher
+
+FOLDER = Path(__file__).parents[2] / "docs" / "migration"
+PROGRAMS = FOLDER / "programs"
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in FOLDER.glob("*.md")}
+NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py"))
+# Of these libraries the pages show recorded output.
+RECORDED = {"train_horovod.py": "Horovod 0.28.1", "train_tensorflow.py": "TensorFlow 2.21.0"}
+LIBRARIES = {"lightning": ("lightning", "accelerate")}
+SECONDS = 100  # for a run, on a busy machine
+
+
+def blocks(page: str) -> list[list[tuple[str, str]]]:
+    """The commands of each block of a page, each with the output that the page shows."""
+    found = re.findall(r"^```console\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+    return [re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", block, re.MULTILINE) for block in found]
+
+
+def text(name: str) -> str:
+    return (PROGRAMS / name).read_text(encoding="utf-8")
+
+
+def after(name: str) -> str:
+    """The program that the diff makes."""
+    return unified_diff.apply(text(f"{name}.diff"), text(f"{name}.py"))
+
+
+def run(launcher: Launcher, ranks: int, *command: str, imported: tuple[str, ...] = ()) -> Job:
+    job = launcher.run_python(ranks, *command, seconds=SECONDS, forked=True, imported=imported)
+    assert job.returncode == 0, job.output
+    assert job.left_behind == ()
+    return job
+
+
+def output_of(command: str, launcher: Launcher, imported: tuple[str, ...]) -> str:
+    """What a command of a page prints, in the folder of the test. A program of the pages is put there before."""
+    match shlex.split(command):
+        case ["patch", "-s", "-o", new, old, diff]:
+            Path(new).write_text(unified_diff.apply(text(diff), text(old)), encoding="utf-8")
+            return ""
+        case ["python", program]:
+            ranks, words = 1, [program]
+        case ["mpirun", "-n", number, "python", program]:
+            ranks, words = int(number), [program]
+        case ["mpirun", "-n", number, "mpistrat", "run", *options, program]:
+            ranks, words = int(number), ["-m", "mpistrat", "run", *options, program]
+        case _:
+            raise ValueError(f"a page shows a command that this test cannot run: {command}")
+    if (PROGRAMS / program).exists():
+        Path(program).write_text(text(program), encoding="utf-8")
+    return run(launcher, ranks, *words, imported=imported).stdout
+
+
+def is_recorded(command: str) -> bool:
+    return not command.startswith("patch") and any(name in command for name in RECORDED)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_print_what_their_page_shows(launcher: Launcher, page: str) -> None:
+    for block in blocks(page):
+        outputs = {shown for _, shown in block if shown}
+        assert len(outputs) == 1, "before and after do not print the same"
+        for command, shown in block:
+            if not is_recorded(command):
+                assert output_of(command, launcher, LIBRARIES.get(page, ())) == shown, command
+
+
+@pytest.mark.parametrize("name", {after(name): name for name in NAMES}.values())
+def test_any_number_of_ranks_prints_the_same(launcher: Launcher, name: str) -> None:
+    Path("train.py").write_text(after(name), encoding="utf-8")
+    one, three = (run(launcher, ranks, "train.py").stdout for ranks in (1, 3))
+    assert one == three != ""
+    assert any(one in PAGES[page] for page in PAGES)
+
+
+def test_backward_says_that_nothing_is_shared_out(launcher: Launcher) -> None:
+    """The program of the page without its `shard`, and the text that the page shows."""
+    (notice,) = re.findall(r"^```text\n(.*?)^```", PAGES["without_batches"], re.DOTALL | re.M)
+    whole, number = re.subn(r"strategy\.shard\((.*)\):", r"\1:", after("reinforcement"))
+    assert number == 1
+    Path("train.py").write_text(whole, encoding="utf-8")
+    assert " ".join(notice.split()) in run(launcher, 2, "train.py").stderr.splitlines()
+
+
+def test_each_program_has_its_diff_and_its_page() -> None:
+    assert sorted(path.stem for path in PROGRAMS.glob("*.diff")) == NAMES
+    for name in NAMES:
+        assert "mpistrat" not in text(f"{name}.py")
+        (page,) = (page for page in PAGES.values() if f"](programs/{name}.py)" in page)
+        assert f"```{{literalinclude}} programs/{name}.diff\n" in page
+        patch = ("patch", "-s", "-o", "train.py", f"{name}.py", f"{name}.diff")
+        assert f"\n$ {' '.join(patch)}\n" in page
+    for program, version in RECORDED.items():
+        (page,) = (page for page in PAGES.values() if f"]({PROGRAMS.name}/{program})" in page)
+        assert f"recorded with {version}" in " ".join(page.split())
