@@ -4,6 +4,7 @@ To add a program: `docs/migration/programs/NAME.py`, `NAME.diff`, made by
 `diff -U99 --label a/NAME.py --label b/NAME.py`, and a page that shows the diff and the commands with their output.
 """
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -15,11 +16,11 @@ from support.harness.mpi_launcher import Job, Launcher
 
 FOLDER = Path(__file__).parents[2] / "docs" / "migration"
 PROGRAMS = FOLDER / "programs"
-PAGES = {page.stem: page.read_text(encoding="utf-8") for page in FOLDER.glob("*.md")}
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md"))}
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py"))
 # Of these libraries the pages show recorded output.
 RECORDED = {"train_horovod.py": "Horovod 0.28.1", "train_tensorflow.py": "TensorFlow 2.21.0"}
-LIBRARIES = {"lightning": ("lightning", "accelerate")}
+LIBRARIES = ("lightning", "accelerate")
 SECONDS = 100  # for a run, on a busy machine
 
 
@@ -38,30 +39,36 @@ def after(name: str) -> str:
     return unified_diff.apply(text(f"{name}.diff"), text(f"{name}.py"))
 
 
-def run(launcher: Launcher, ranks: int, *command: str, imported: tuple[str, ...] = ()) -> Job:
+@functools.cache  # most diffs of one loop come to the same program
+def run(launcher: Launcher, ranks: int, program: str, *options: str) -> Job:
+    """Run the text `program`. Args: options: those of `python` before the name of the program."""
+    Path("program.py").write_text(program, encoding="utf-8")
+    command = (*options, "program.py")
+    imported = LIBRARIES if re.search("import (Fabric|Accelerator)", program) else ()
     job = launcher.run_python(ranks, *command, seconds=SECONDS, forked=True, imported=imported)
     assert job.returncode == 0, job.output
     assert job.left_behind == ()
     return job
 
 
-def output_of(command: str, launcher: Launcher, imported: tuple[str, ...]) -> str:
-    """What a command of a page prints, in the folder of the test. A program of the pages is put there before."""
+def output_of(command: str, launcher: Launcher) -> str:
+    """What a command of a page prints. The programs of the pages and the program of the last `patch` are there."""
     match shlex.split(command):
         case ["patch", "-s", "-o", new, old, diff]:
             Path(new).write_text(unified_diff.apply(text(diff), text(old)), encoding="utf-8")
             return ""
         case ["python", program]:
-            ranks, words = 1, [program]
-        case ["mpirun", "-n", number, "python", program]:
-            ranks, words = int(number), [program]
-        case ["mpirun", "-n", number, "mpistrat", "run", *options, program]:
-            ranks, words = int(number), ["-m", "mpistrat", "run", *options, program]
-        case _:
-            raise ValueError(f"a page shows a command that this test cannot run: {command}")
-    if (PROGRAMS / program).exists():
-        Path(program).write_text(text(program), encoding="utf-8")
-    return run(launcher, ranks, *words, imported=imported).stdout
+            return run(launcher, 1, of_page(program)).stdout
+        case ["mpirun", "-n", ranks, "python", program]:
+            return run(launcher, int(ranks), of_page(program)).stdout
+        case ["mpirun", "-n", ranks, "mpistrat", "run", program]:
+            return run(launcher, int(ranks), of_page(program), "-m", "mpistrat", "run").stdout
+    raise ValueError(f"a page shows a command that this test cannot run: {command}")
+
+
+def of_page(program: str) -> str:
+    patched = Path(program)
+    return patched.read_text(encoding="utf-8") if patched.exists() else text(program)
 
 
 def is_recorded(command: str) -> bool:
@@ -75,15 +82,14 @@ def test_commands_print_what_their_page_shows(launcher: Launcher, page: str) -> 
         assert len(outputs) == 1, "before and after do not print the same"
         for command, shown in block:
             if not is_recorded(command):
-                assert output_of(command, launcher, LIBRARIES.get(page, ())) == shown, command
+                assert output_of(command, launcher) == shown, command
 
 
 @pytest.mark.parametrize("name", {after(name): name for name in NAMES}.values())
 def test_any_number_of_ranks_prints_the_same(launcher: Launcher, name: str) -> None:
-    Path("train.py").write_text(after(name), encoding="utf-8")
-    one, three = (run(launcher, ranks, "train.py").stdout for ranks in (1, 3))
-    assert one == three != ""
-    assert any(one in PAGES[page] for page in PAGES)
+    alone, together = (run(launcher, ranks, after(name)).stdout for ranks in (1, 3))
+    assert alone == together
+    assert alone in {shown for page in PAGES for block in blocks(page) for _, shown in block}
 
 
 def test_backward_says_that_nothing_is_shared_out(launcher: Launcher) -> None:
@@ -91,8 +97,7 @@ def test_backward_says_that_nothing_is_shared_out(launcher: Launcher) -> None:
     (notice,) = re.findall(r"^```text\n(.*?)^```", PAGES["without_batches"], re.DOTALL | re.M)
     whole, number = re.subn(r"strategy\.shard\((.*)\):", r"\1:", after("reinforcement"))
     assert number == 1
-    Path("train.py").write_text(whole, encoding="utf-8")
-    assert " ".join(notice.split()) in run(launcher, 2, "train.py").stderr.splitlines()
+    assert " ".join(notice.split()) in run(launcher, 2, whole).stderr.splitlines()
 
 
 def test_each_program_has_its_diff_and_its_page() -> None:

@@ -16,20 +16,20 @@ def equation(u, x):
 def main():
     torch.manual_seed(0)
     u = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.Adam(u.parameters(), lr=0.02)
+    optimizer = torch.optim.Adam(u.parameters(), lr=0.03)
     ends = torch.tensor([[0.0], [torch.pi]])
-    for step in range(300):
+    for step in range(120):
         x = torch.pi * torch.rand(120, 1)
         x.requires_grad_()
         loss = (equation(u, x) ** 2).mean() + (u(ends) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 100 == 99:
+        if step % 40 == 39:
             loss = loss.item()
-            print(f"step {step}: loss {loss:.5f}")
+            print(f"step {step}: loss {loss:.4f}")
     middle = u(torch.tensor([[torch.pi / 2]])).item()
-    print(f"u(pi / 2) = {middle:.3f}, sin(pi / 2) = 1")
+    print(f"u(pi / 2) = {middle:.2f}, sin(pi / 2) = 1")
 
 
 if __name__ == "__main__":

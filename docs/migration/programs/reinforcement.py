@@ -24,8 +24,8 @@ def play(policy, seed):
 def main():
     torch.manual_seed(0)
     policy = nn.Linear(PLACES, 2)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=0.03)
-    for update in range(30):
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.06)
+    for update in range(15):
         loss = rewards = 0
         for game in torch.arange(GAMES):
             reward, log_probability = play(policy, update * GAMES + int(game))
@@ -34,7 +34,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if update % 10 == 9:
+        if update % 5 == 4:
             loss = loss.item()
             print(f"loss {loss:.4f}, reward {rewards / GAMES:.2f}")
 
