@@ -51,7 +51,7 @@ def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
 
     # Few of ResNet-50's pictures, of which a core computes about three in a second.
     batches = {"mlp": 64, "mlp-large": 64, "resnet50": 4, "transformer": 16}
-    for model in ("mlp",) if quick else ("resnet50", "transformer"):
+    for model in ("mlp",) if quick else batches:
         work = ("--model", model, "--batch-size", str(batches[model] * ranks))
         turns = rounds or ("--rounds", "5")
         yield *BENCH, "compare", "train", *work, *turns, "--json", f"PREFIX{model}.json"
@@ -109,6 +109,8 @@ def main() -> int:
             failed.append(" ".join(slow))
         if arguments.quick:
             break
+    if not arguments.quick:
+        subprocess.run([sys.executable, TOP / "docs/pictures/steps_per_second.py"], check=True)
     for command_line in failed:
         print(f"FAILED: {command_line}")
     return int(bool(failed))

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = load_on_first_use(__name__, make_default_for)
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AutoShardPolicy",
