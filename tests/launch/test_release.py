@@ -130,8 +130,8 @@ def test_citation_and_changelog_name_the_release() -> None:
     newest = re.findall(r"^## (.*)", (TOP / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert newest == f"{citation['version']} ({citation['date-released']})"
     assert citation["version"] == VERSION
-    recipe = (TOP / "packaging/conda/recipe.yaml").read_text()
-    assert f'  version: "{VERSION}"\n' in recipe
+    conda = (TOP / "packaging/conda/recipe.yaml").read_text()
+    assert f'  version: "{VERSION}"\n' in conda
 
 
 def test_shell_of_the_apptainer_image(tmp_path: Path) -> None:
