@@ -1,6 +1,6 @@
-"""Draws three_ways.svg: by which of three ways a program comes to mpistrat.
+"""Draw the three ways by which a program comes to mpistrat.
 
-Usage: python docs/pictures/three_ways.py [FOLDER]    (default: the folder of this script)
+The drawing has much text in two fonts, so it is written as SVG and not by `style.py`.
 """
 
 from __future__ import annotations
