@@ -174,6 +174,12 @@ class Topology:
         return cls(rank, len(nodes), nodes, hosts, launcher)
 
 
+def ranks_and_nodes(topology: Topology) -> str:
+    """Return the size of a job as text: "4 ranks on 2 nodes"."""
+    ranks, nodes = topology.size, topology.num_nodes
+    return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+
+
 def _as_int(name: str, value: object) -> int:
     try:
         if isinstance(value, bool):

@@ -8,6 +8,7 @@ from mpistrat.liveness.ending import early_signals
 from mpistrat.machine.notices import tell
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import StepExamples
+from mpistrat.topology import ranks_and_nodes
 
 
 class FirstStepNotice:
@@ -34,8 +35,7 @@ class FirstStepNotice:
         if self._is_told:
             return
         self._is_told = True
-        ranks, nodes = self._group.communicator.size, self._group.topology.num_nodes
-        text = f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}"
+        text = ranks_and_nodes(self._group.topology)
         batch = 0 if examples is None else batch_size or int(examples[-1])
         if batch:
             replicas = self._group.num_replicas_in_sync

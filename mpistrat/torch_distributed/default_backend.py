@@ -1,5 +1,7 @@
 """Under `mpistrat run`: gives a program the backend "mpistrat" when it asks torch for gloo, NCCL or no backend.
 
+It also prints the number of ranks when the program's default group is made.
+
 Only this file replaces a function of torch.distributed, `init_process_group`.
 """
 
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpistrat.machine.notices import tell
+from mpistrat.topology import ranks_and_nodes
 from mpistrat.torch_distributed.process_group import NAME
 from mpistrat.torch_distributed.rendezvous import base
 
@@ -31,13 +35,17 @@ def is_replaced(backend: str | None) -> bool:
     return REPLACED.issuperset(names)
 
 
-def replace_default_backend() -> None:
+def replace_init_process_group(*, keeps_backend: bool) -> None:
     """Have `init_process_group` make the default group on our backend, if it names a replaced backend or none.
+
+    Rank 0 then prints the number of ranks and nodes, and the group's backend.
 
     Another backend, such as "ucc", "fake" or "xla", is the program's own choice and stays. A store that the program
     gives, `timeout`, `device_id` and other arguments stay, too. Without a store the init method becomes "mpi://".
     `new_group` is not replaced. The replacement raises ValueError if rank or world_size differ from MPI's.
+
     Called by: every rank of `mpistrat run`, once, before the program runs.
+    Args: keeps_backend: whether the group stays on the backend that the program names; rank 0 still prints its line.
     """
     original = dist.init_process_group
     signature = inspect.signature(original)
@@ -46,16 +54,30 @@ def replace_default_backend() -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         arguments = bound.arguments
-        if is_replaced(arguments.get("backend")):
+        topology = base().topology
+        if not keeps_backend and is_replaced(arguments.get("backend")):
             _check(arguments)
             arguments["backend"] = NAME
             if arguments.get("store") is None:
                 arguments["init_method"] = INIT_METHOD
         original(*bound.args, **bound.kwargs)
+        if (dist.get_rank(), dist.get_world_size()) == (0, topology.size):
+            _tell_once(f"{ranks_and_nodes(topology)}, backend {_backend()}")
 
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(original.__name__) is original:
             setattr(module, original.__name__, init_process_group)
+
+
+def _backend() -> str:
+    """Return the backend of the default group; "cpu:gloo,cuda:nccl" if torch has chosen one for each device."""
+    name = dist.get_backend()
+    return dist.get_backend_config() if name == "undefined" else name
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    tell(text, "INFO")
 
 
 def _check(arguments: dict[str, Any]) -> None:

@@ -23,6 +23,12 @@ DDP = PROGRAMS / "ddp_faults.py"
 RUN = ("-m", "mpistrat", "run")
 
 
+def says_once(text: str, ranks: str, backend: str = "mpistrat") -> None:
+    """The ranks are said once in a job."""
+    assert text.count(f"mpistrat: {ranks}, backend {backend}\n") == 1, text
+    assert text.count(", backend ") == 1, text
+
+
 def line_of(mark: str) -> int:
     """The line of DDP that ends with a comment."""
     lines = DDP.read_text().splitlines()
@@ -38,6 +44,7 @@ def test_a_script_for_torchrun(launcher: Launcher, tmp_path: Path) -> None:
     assert job.returncode == 0, job.output
     for rank in range(2):
         assert f"rank {rank} is content with ['--lr', '-m', '--keep-backend']\n" in job.stdout
+    says_once(job.stderr, "2 ranks on 1 node")
 
 
 AS_UNDER_PYTHON = """
@@ -136,6 +143,7 @@ def test_a_module_that_keeps_its_backend(launcher: Launcher, tmp_path: Path) -> 
     job = launcher.run_python(2, *RUN, *words, cwd=tmp_path)
     assert job.returncode == 0, job.output
     assert job.stdout.count("gloo of 2\n") == 2
+    says_once(job.stderr, "2 ranks on 1 node", "gloo")
 
 
 ALONE = """
@@ -167,7 +175,8 @@ def alone(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_one_rank_without_mpi(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     ended = alone(tmp_path, *RUN, "alone.py", "3")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "")
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert ended.stderr == "mpistrat: 1 rank on 1 node, backend mpistrat\n"
 
 
 def test_a_traceback_shows_the_program_alone(tmp_path: Path) -> None:
@@ -175,7 +184,7 @@ def test_a_traceback_shows_the_program_alone(tmp_path: Path) -> None:
     failed = alone(tmp_path, *RUN, "alone.py", "fails")
     assert failed.returncode == 1
     assert re.fullmatch(
-        r"(\[rank0\]: )?Traceback \(most recent call last\):\n"
+        r"mpistrat: 1 rank on .*\n(\[rank0\]: )?Traceback \(most recent call last\):\n"
         r'.*File ".*alone\.py", line \d+, in <module>\n.*    fails\(\)\n'
         r'(.*\^+\n)?.*File ".*alone\.py", line \d+, in fails\n.*raise KeyError\("wrong"\)\n'
         r"(.*\^+\n)?.*KeyError: 'wrong'\n",
@@ -330,7 +339,8 @@ dist.all_reduce(torch.ones(1000), async_op=True)
 def test_a_call_that_nobody_waited_for_comes_to_its_end(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "left.py").write_text(LEFT_UNDER_WAY)
     job = launcher.run_python(2, *RUN, "left.py", cwd=tmp_path)
-    assert (job.returncode, job.output.strip("\0\n")) == (0, ""), job.output
+    assert (job.returncode, job.stdout.strip("\0\n")) == (0, ""), job.output
+    assert job.stderr.strip("\0\n") == "mpistrat: 2 ranks on 1 node, backend mpistrat", job.output
 
 
 RECEIVES = """
@@ -449,5 +459,6 @@ def test_srun(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 def check_two_nodes(job: Job, address: str) -> None:
     assert job.returncode == 0, job.output
+    says_once(job.stderr, "4 ranks on 2 nodes")
     for rank in range(4):
         says(job.stdout, rf"mpistrat 4 {rank} {rank % 2} 2 {rank // 2} 2 {address} \n")
