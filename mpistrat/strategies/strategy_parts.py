@@ -26,9 +26,9 @@ from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.strategies.replicated_variables import CopyPerNode, CopyPerReplica, PlainVariables
 from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.strategies.threads import share_cores
-from mpistrat.strategies.tracing import trace_ranges
 from mpistrat.topology import Topology
 from mpistrat.torch_distributed import default_group
+from mpistrat.torch_distributed.tracing import trace_ranges
 from mpistrat.variables.store import VariableStore
 
 _NO_ARGUMENTS = StrategyArguments()

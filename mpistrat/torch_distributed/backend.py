@@ -20,6 +20,8 @@ from mpistrat.machine.devices import nccl_that_outlives_errors
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.process_group import MpistratProcessGroup
 from mpistrat.torch_distributed.rendezvous import base
+from mpistrat.torch_distributed.tracing import trace_ranges
+from mpistrat.trace import spans
 
 
 def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
@@ -52,6 +54,9 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
             native.while_made = nccl_that_outlives_errors
             watch.revocable_group.before_telling(native.abort)
     name, cpu_share = options.group_id, here.cpu_share
+    if not ranks:
+        trace_ranges(communicator)
+        spans.current.begin_steps()
     group = MpistratProcessGroup(communicator, messages, native, name, give_back, cpu_share)
     group.options.global_ranks_in_group = ranks
     group.set_timeout(options.timeout)

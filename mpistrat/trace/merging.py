@@ -74,7 +74,7 @@ def merge(folder: str) -> Merged:
 
     It keeps the times of all collectives in memory, but not the other events.
 
-    Called by: rank 0 at the program's end, or `python -m mpistrat.trace`.
+    Called by: rank 0 at the program's end, or `mpistrat trace`.
     Raises: FileNotFoundError if there is no readable part; OSError if the file cannot be written.
     """
     parts = _readable_parts(folder)
@@ -124,6 +124,13 @@ def _write(file: IO[str], parts: list[_RankTrace]) -> int:
             count += 1
     file.write("\n]}\n")
     return count
+
+
+def is_outdated(folder: str) -> bool:
+    """Return whether `trace.json` is missing, or older than a part. Raises: OSError if the folder cannot be read."""
+    changed = [os.path.getmtime(part_of(folder, rank)) for rank in _ranks_in(folder)]
+    path = trace_of(folder)
+    return not os.path.exists(path) or os.path.getmtime(path) < max(changed, default=0.0)
 
 
 def size_of_parts(folder: str) -> int:

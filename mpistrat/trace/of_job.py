@@ -48,6 +48,7 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
             f"there ({errors[0]}); name a folder that every rank can make and write to, or unset it"
         )
     if not _comms:
+        of_process.ends_with_job = True
         job_end().finish_with(timeline, functools.partial(_complete, timeline))
     compare_clocks(comm, timeline)
     _comms.append(comm)
@@ -55,7 +56,9 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
 
 
 def _complete(timeline: Timeline) -> None:
-    """Close the timeline, and collect the ranks' parts in rank 0's folder. Communicators that lost a rank are left out.
+    """Close the timeline, collect the ranks' parts in rank 0's folder, and merge them there.
+
+    Communicators that lost a rank are left out.
 
     Called by: `job_end`, on all ranks, when no rank records events any more.
     """
@@ -65,7 +68,8 @@ def _complete(timeline: Timeline) -> None:
     timeline.close()
     for comm in whole:
         gather_parts(comm, timeline)
-    of_process.is_complete = True
+    if timeline.rank == 0:
+        of_process.merge_parts(timeline)
 
 
 def compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:

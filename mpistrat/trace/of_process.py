@@ -14,8 +14,8 @@ from mpistrat.trace.timeline import Timeline, host_clock
 MOST_BYTES_AT_EXIT = 64_000_000
 
 _timeline: Timeline | None = None
-# Whether all ranks of the job have closed their parts, and rank 0 has the parts in its folder.
-is_complete = False
+# Whether `of_job` finishes the timeline, when the programs of all ranks have ended.
+ends_with_job = False
 
 
 def begin(folder: str, rank: int, size: int) -> Timeline:
@@ -32,28 +32,30 @@ def begin(folder: str, rank: int, size: int) -> Timeline:
         if rank == 0:
             merging.remove_older(folder, size)
         _timeline = Timeline(folder, rank, size, socket.gethostname(), host_clock())
-        # Handlers run last in, first out. So `_finish` runs after `JobEnd`'s handler, which is registered later.
-        atexit.register(_finish, os.getpid(), _timeline, size)
+        atexit.register(_finish_alone, os.getpid(), _timeline, size)
     return _timeline
 
 
-def _finish(pid: int, timeline: Timeline, size: int) -> None:
-    """Close the timeline at the program's end. Rank 0 also merges the parts, if all are complete and at most 64 MB.
-
-    It removes the parts if the merged trace is complete, and tells the user where the trace is. A forked child does
-    nothing.
-    """
-    if os.getpid() != pid:
+def _finish_alone(pid: int, timeline: Timeline, size: int) -> None:
+    """Close the timeline at the program's end, and merge it in a job of one rank. A forked child does nothing."""
+    if os.getpid() != pid or ends_with_job:
         return
     timeline.close()
-    if timeline.rank != 0 or not (is_complete or size == 1):
-        return
+    if size == 1:
+        merge_parts(timeline)
+
+
+def merge_parts(timeline: Timeline) -> None:
+    """Merge the parts in the timeline's folder, if they have at most 64 MB, and tell the user where the trace is.
+
+    It removes the parts if the merged trace is complete. Called by: rank 0, when all ranks have closed their parts.
+    """
     try:
         nbytes = merging.size_of_parts(timeline.folder)
         if nbytes > MOST_BYTES_AT_EXIT:
             text = (
                 f"the trace is large: {nbytes / 1e6:.0f} MB of parts. To make one file of them: "
-                f"python -m mpistrat.trace {timeline.folder}"
+                f"mpistrat trace {timeline.folder}"
             )
         else:
             merged = merging.merge(timeline.folder)

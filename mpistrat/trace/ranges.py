@@ -33,25 +33,28 @@ class Ranges(spans.NoSpans):
             lambda function: timeline.kind("strategy.run", "range", function=function)
         )
         self._watches_optimizers = False
-        self._steps = threading.local()  # .began: the start of the current step, inside replica()
+        self._steps = (
+            threading.local()
+        )  # .began: the start of the current step, inside replica() or with a default group
 
     def begin_steps(self) -> None:
         self._steps.began = self._timeline.now()
 
     def end_steps(self) -> None:
-        del self._steps.began
+        vars(self._steps).clear()
 
     def range(self, name: str) -> contextlib.AbstractContextManager[None]:
         return _Range(self._timeline, self._kind(name), name)
 
     def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+        self.end_steps()  # they would begin before a run and end within it
         kind = self._kind_of_run(getattr(fn, "__qualname__", type(fn).__name__))
         return _Range(self._timeline, kind, "strategy.run")
 
     def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
         """Record the steps of torch's optimizers by torch's hooks, on the timeline: the profiler shows them anyway.
 
-        Inside `Strategy.replica()`, the end of an optimizer's step also ends a "step". Later calls do nothing.
+        After `begin_steps`, the end of an optimizer's step also ends a "step". Later calls do nothing.
         """
         if self._watches_optimizers:
             return

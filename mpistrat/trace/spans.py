@@ -25,9 +25,9 @@ class NoSpans:
         return _NOTHING
 
     def begin_steps(self) -> None:
-        """Note that this thread has entered `Strategy.replica()`: a training step begins.
+        """Note that a training step begins in this thread, in `Strategy.replica()` or with torch's default group.
 
-        It ends, and the next one begins, when an optimizer has stepped in this thread.
+        It ends, and the next one begins, when an optimizer has stepped in this thread. `Strategy.run` ends the steps.
         """
 
     def end_steps(self) -> None:

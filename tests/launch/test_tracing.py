@@ -1,12 +1,12 @@
 """MPISTRAT_TRACE from the outside: what a job leaves in the folder, however it ends."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from mpistrat.__main__ import main
+from mpistrat.trace.merging import merge
 from support.harness.mpi_launcher import Job, Launcher
 from support.trace_rules import slices_of, valid_trace
 
@@ -23,13 +23,6 @@ def run(launcher: Launcher, folder: Path, scenario: str, ranks: int = 3, trace: 
     )
     assert job.left_behind == (), job.output
     return job
-
-
-def merge(folder: Path) -> str:
-    command = [sys.executable, "-m", "mpistrat.trace", str(folder)]
-    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def files(folder: Path) -> list[str]:
@@ -78,6 +71,41 @@ def in_training(event: dict, events: list[dict]) -> bool:
     return event["ts"] > min(e["ts"] for e in slices_of(events, "next(iterator)") if e["pid"] == 0)
 
 
+DDP = """
+import time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.1 * dist.get_rank())
+"""
+
+
+def test_a_program_of_torch_distributed(
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`mpistrat trace` names the rank that is slow."""
+    (tmp_path / "ddp.py").write_text(DDP)
+    words = ("-m", "mpistrat", "run", "ddp.py")
+    env = {"MPISTRAT_TRACE": "t", "PYTHONPATH": str(TOP)}
+    job = launcher.run_python(2, *words, env=env, cwd=tmp_path)
+    assert job.returncode == 0, job.output
+    assert job.stderr.count("events of 2 ranks are in") == 1, job.output
+    events = valid_trace(tmp_path / "t" / "trace.json")
+    for name in ("step", "SGD.step"):
+        assert [e["pid"] for e in slices_of(events, name)] == [0] * 5 + [1] * 5
+    assert main(["trace", str(tmp_path / "t")]) == 0
+    output = capsys.readouterr().out
+    assert "timeline.png shows 2 ranks, steps 2 to 5 of 5.\n" in output
+    assert "The others waited longest for rank 1: " in output
+    assert output.endswith("Look in the picture for the work of rank 1 while the others wait.\n")
+    assert files(tmp_path / "t") == ["timeline.png", "trace.json"]
+
+
 def test_one_rank_without_others(tmp_path: Path) -> None:
     job = run(Launcher.named("MPICH"), tmp_path, "train", ranks=1)
     assert job.returncode == 0, job.output
@@ -90,7 +118,7 @@ def test_a_killed_rank_leaves_its_part(launcher: Launcher, tmp_path: Path) -> No
     job = run(launcher, tmp_path, "killed")
     assert job.returncode != 0
     assert files(tmp_path / "t") == ["rank-0.part", "rank-1.part", "rank-2.part"]
-    output = merge(tmp_path / "t")
+    output = merge(str(tmp_path / "t")).describe()
     assert "the part has no end of ranks 0, 1, 2" in output
     events = valid_trace(tmp_path / "t" / "trace.json")
     for rank in range(3):
@@ -102,7 +130,7 @@ def test_a_failed_rank_leaves_all_it_did(launcher: Launcher, tmp_path: Path) -> 
     job = run(launcher, tmp_path, "fails")
     assert job.returncode != 0
     assert "an error of one rank" in job.stderr
-    merge(tmp_path / "t")
+    merge(str(tmp_path / "t"))
     events = valid_trace(tmp_path / "t" / "trace.json")
     assert len([e for e in slices_of(events, "all_reduce") if e["pid"] == 1]) >= 1
 
@@ -138,9 +166,9 @@ def test_strategies_of_one_rank_are_on_the_same_timeline(
 def test_a_large_trace_is_left_to_the_command(launcher: Launcher, tmp_path: Path) -> None:
     job = run(launcher, tmp_path, "large", ranks=2)
     assert job.returncode == 0, job.output
-    assert f"python -m mpistrat.trace {tmp_path / 't'}" in job.stderr
+    assert f"mpistrat trace {tmp_path / 't'}" in job.stderr
     assert files(tmp_path / "t") == ["rank-0.part", "rank-1.part"]
-    assert "no end" not in merge(tmp_path / "t")
+    assert merge(str(tmp_path / "t")).is_complete
 
 
 def test_programs_that_ranks_start_are_not_traced(launcher: Launcher, tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "tools": (
+        ("timeline",),
         ("bench.__main__",),
         ("bench.command",),
         ("bench.command_line",),
@@ -278,6 +279,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "process_group",
             "rendezvous",
             "spawned_ranks",
+            "tracing",
         ),
         (
             "collectives",

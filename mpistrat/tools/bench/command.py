@@ -18,28 +18,30 @@ from mpistrat.tools.bench.rounds import all_ranks, medians
 from mpistrat.tools.bench.surroundings import surroundings
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "mpistrat-bench") -> int:
     """Run the command that `argv` names, and report on rank 0. Called by: every rank, with the same `argv`.
 
-    Args: argv: the arguments without the program's name; None: those of this process.
+    Args:
+        argv: the arguments without the program's name; None: those of this process.
+        prog: the program's name, for its messages: "mpistrat bench".
     Returns: the exit code: 0; 1 if a result was wrong; 2 for a UsageError; rank 0 prints it to stderr.
     Raises: SystemExit, with code 2, for arguments that the parser refuses.
     """
-    top = parser()
+    top = parser(prog)
     arguments = top.parse_args(argv)
     if hasattr(arguments, "minbytes") and arguments.minbytes > arguments.maxbytes:
         top.error(f"--minbytes {arguments.minbytes} is more than --maxbytes {arguments.maxbytes}")
     picture = getattr(arguments, "plot", None)
     try:
         if picture and not all_ranks().broadcast_object(pictures.can_be_drawn()):
-            raise UsageError("--plot needs matplotlib: pip install 'mpistrat[bench]'")
+            raise UsageError("--plot needs matplotlib: pip install matplotlib")
         report = _RUN[arguments.run](arguments)
         if all_ranks().rank == 0:
             report.publish(arguments.json, picture)
         code = int(report.wrong)
     except UsageError as error:
         if all_ranks().rank == 0:
-            print(f"mpistrat-bench: error: {error}", file=sys.stderr, flush=True)
+            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
         code = 2
     all_ranks().barrier()
     return code

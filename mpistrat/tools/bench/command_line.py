@@ -151,10 +151,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def parser() -> ArgumentParser:
+def parser(prog: str) -> ArgumentParser:
     top = ArgumentParser(
-        prog="mpistrat-bench",
-        description="Measures over the ranks of an MPI job: mpirun -n 8 mpistrat-bench all_reduce",
+        prog=prog,
+        description="Measures over the ranks of an MPI job.",
+        epilog=f"example: mpirun -n 8 {prog} all_reduce",
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in OPERATIONS:

@@ -1,11 +1,8 @@
 """One trace of parts that are made up, valid by the rules of the Trace Event Format."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -111,27 +108,11 @@ def test_what_a_killed_rank_leaves_is_shown(tmp_path: Path) -> None:
     assert "the part has no end of rank 2" in text
 
 
-def command(folder: Path) -> Any:
-    run = [sys.executable, "-m", "mpistrat.trace", str(folder)]
-    top = Path(__file__).parents[3]
-    return subprocess.run(run, cwd=top, capture_output=True, text=True)
-
-
-def test_the_command_merges(tmp_path: Path) -> None:
-    for rank in range(2):
-        timeline(tmp_path, rank).flush()
-    done = command(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "of 2 ranks are in" in done.stdout
-    valid_trace(tmp_path / "trace.json")
-
-
-def test_the_command_says_where_there_is_nothing(tmp_path: Path) -> None:
-    done = command(tmp_path / "absent")
-    assert done.returncode == 1
-    assert "no part of a trace" in done.stderr
+def test_a_folder_without_parts(tmp_path: Path) -> None:
     (tmp_path / "rank-0.part").write_text("something else\n")
-    assert command(tmp_path).returncode == 1
+    for folder in (tmp_path / "absent", tmp_path):
+        with pytest.raises(FileNotFoundError, match="no part of a trace"):
+            merge(str(folder))
 
 
 def test_parts_of_a_larger_job_before_go(tmp_path: Path) -> None:

@@ -1,23 +1,27 @@
-"""MPISTRAT_TRACE: shows a strategy's ranges on a timeline."""
+"""MPISTRAT_TRACE: shows ranges of a strategy, or of a program of `mpistrat run`, on a timeline."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from mpistrat.cluster_resolver.mpi import start_mpi
-from mpistrat.communicators import Communicator
+from mpistrat.communicators.communicator import Communicator
 from mpistrat.errors import TopologyError
 from mpistrat.settings import trace_folder
+from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.trace import spans
 
 
 def trace_ranges(communicator: Communicator) -> None:
-    """Let the strategy record its ranges (the times of runs, steps and `next`) on the communicator's timeline.
+    """Record ranges (the times of runs, steps and `next`) on the communicator's timeline from now on.
 
     The timeline is this rank's part of a trace, with the times of its collectives. If the communicator has no timeline,
     nothing is recorded, except in a job of one rank: if MPISTRAT_TRACE names a folder, this function begins a timeline.
 
-    Called by: each rank, in the constructor of a strategy of ranks (`strategy_parts.agree`).
+    Called by: each rank, in the constructor of a strategy of ranks (`strategy_parts.agree`), or for a new default group
+        on our backend.
     Raises: TopologyError if the only rank cannot write to the folder.
     """
     timeline = communicator.contract.timeline
@@ -41,6 +45,15 @@ def trace_ranges(communicator: Communicator) -> None:
 
     ranges.begin(timeline)
     if "torch" in sys.modules:
-        from mpistrat.pytorch import hooks
+        spans.current.watch_optimizers(_watch_steps)
 
-        spans.current.watch_optimizers(hooks.watch_steps)
+
+def _watch_steps(before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Register torch's global hooks: every optimizer calls `before` and `after` around each step."""
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    register_optimizer_step_pre_hook(not_compiled(before))
+    register_optimizer_step_post_hook(not_compiled(after))

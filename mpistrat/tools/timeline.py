@@ -1,0 +1,213 @@
+"""`mpistrat trace`: draws a timeline of the ranks of a traced job, and says where each rank's time went."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from mpistrat.machine.private_files import private
+from mpistrat.trace import merging
+
+# The activities and their colours, by Okabe and Ito: people with colour blindness tell them apart.
+_COLOURS = {
+    "compute": "#b8d8ee",
+    "backward": "#0072b2",
+    "wait for the others": "#d55e00",
+    "move bytes": "#009e73",
+    "input": "#f0e442",
+}
+_COMPUTE, _BACKWARD, _WAIT, _MOVE, _INPUT = _COLOURS
+# By the category or the name of an event. A collective counts as moving bytes, unless it has parts.
+_ACTIVITIES = {"collective": _MOVE, "moving": _MOVE, "waiting": _WAIT, "next(iterator)": _INPUT}
+_ACTIVITIES |= {"strategy.run": _COMPUTE, "step": _COMPUTE, "backward": _BACKWARD}
+_LOSSES = {
+    _WAIT: "The ranks wait for each other by turns: give each the same work, and cores of its own.",
+    _MOVE: "Move fewer bytes: larger batches, accumulated gradients, or a wire format.",
+    _INPUT: "Read faster: give the DataLoader more worker processes (num_workers=).",
+}
+_MUCH = 0.1  # of a rank's time: worth a change
+_STEPS = 8  # in the picture of a long run: so many can still be told apart
+
+
+class _Span(NamedTuple):
+    """A time that a thread of a rank spent on an activity. Times are seconds from the trace's beginning.
+
+    Attributes:
+        name: the event's name in the trace.
+        last: for a collective or its wait, the rank that entered it last: "rank 2"; "" if that is not known.
+    """
+
+    thread: str
+    start: float
+    end: float
+    activity: str
+    name: str
+    last: str
+
+
+class _Trace:
+    """The work of the ranks of a traced trace. The constructor reads the file.
+
+    Args: path: a `trace.json` that `merging.merge` has written: an event in each line.
+    Attributes:
+        names: for each rank, its name: "rank 2 on node1".
+        spans: for each rank, the spans of its threads.
+        steps: the times when steps of the lowest rank began.
+    Raises: OSError if the file cannot be read; ValueError if it has no events.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.names: dict[int, str] = {}
+        self._threads: dict[tuple[int, int], str] = {}
+        self.spans: defaultdict[int, list[_Span]] = defaultdict(list)
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                if line.startswith('{"ph"'):
+                    self._add(json.loads(line.rstrip(",\n")))
+        if not self.spans:
+            raise ValueError(f"{path} has no events")
+        first = self.spans[min(self.spans)]
+        self.steps = sorted(each.start for each in first if each.name in ("strategy.run", "step"))
+        # The first step is left out of the sums: first calls, connections and imports make it long.
+        self._since = self.steps[1] if len(self.steps) > 2 else 0.0
+
+    def _add(self, event: dict[str, Any]) -> None:
+        rank, thread, name = event["pid"], event["tid"], event["name"]
+        details = event.get("args", {})
+        if name == "process_name":
+            self.names[rank] = details["name"].partition(", pid ")[0]
+        elif name == "thread_name":
+            self._threads[rank, thread] = details["name"]
+        elif activity := _ACTIVITIES.get(event.get("cat", "")) or _ACTIVITIES.get(name):
+            last, start = details.get("last to enter", ""), event["ts"] / 1e6
+            if (
+                activity == _WAIT
+            ):  # it and "move bytes" stand behind their collective, and replace it
+                last = self.spans[rank].pop().last
+            times = start, start + event["dur"] / 1e6
+            self.spans[rank].append(
+                _Span(self._threads[rank, thread], *times, activity, name, last)
+            )
+
+    def seconds(self, rank: int, *activities: str) -> float:
+        """Return the seconds that threads of the rank spent on the activities. Seconds in several spans count once."""
+        total, reached = 0.0, self._since
+        for each in sorted(self.spans[rank], key=lambda each: each.start):
+            if each.activity in activities:
+                total += max(0.0, each.end - max(each.start, reached))
+                reached = max(reached, each.end)
+        return total
+
+    def waited_for(self) -> dict[str, float]:
+        """Return the seconds that ranks have waited for another rank, by its name: "rank 2"."""
+        found: dict[str, float] = defaultdict(float)
+        for rank, spans in self.spans.items():
+            for each in spans:
+                if each.activity == _WAIT and each.last not in ("", f"rank {rank}"):
+                    found[each.last] += max(0.0, each.end - max(each.start, self._since))
+        return found
+
+
+def run(folder: str) -> int:
+    """Make `trace.json` in the folder if it is missing or older than a rank's part, draw it, and print a summary.
+
+    Args: folder: the folder that MPISTRAT_TRACE named.
+    Returns: the exit code: 0, or 1 if there is no trace, or no matplotlib to draw it.
+    """
+    path, picture = merging.trace_of(folder), os.path.join(folder, "timeline.png")
+    try:
+        if merging.is_outdated(folder):
+            print(merging.merge(folder).describe())
+        trace = _Trace(path)
+    except (OSError, ValueError) as error:
+        print(f"mpistrat trace: {error}", file=sys.stderr)
+        return 1
+    can_draw = importlib.util.find_spec("matplotlib") is not None
+    if can_draw:
+        print(f"{picture} shows {_draw(trace, picture)}.")
+    else:
+        print("mpistrat trace: a picture needs matplotlib: pip install matplotlib", file=sys.stderr)
+    print(*_summary(trace), *_advice(trace), sep="\n")
+    return int(not can_draw)
+
+
+def _summary(trace: _Trace) -> Iterator[str]:
+    """Yield a line for each rank: its seconds after the first step, and how many it waited, moved bytes, read input."""
+    wide = max(map(len, trace.names.values()))
+    yield f"{'after the first step':{wide}}{'waiting':>19}{'moving bytes':>18}{'input':>18}"
+    for rank, name in trace.names.items():
+        total = trace.seconds(rank, *_COLOURS)
+        parts = [trace.seconds(rank, activity) for activity in _LOSSES]
+        columns = (f"{part:8.2f} s {part / (total or 1):6.1%}" for part in parts)
+        yield f"{name:{wide}} {total:8.2f} s" + "".join(columns)
+
+
+def _advice(trace: _Trace) -> Iterator[str]:
+    """Yield the rank that the others waited for longest, and advice about the activity that ranks lose most time by."""
+    most, largest = max(
+        (trace.seconds(rank, activity) / (trace.seconds(rank, *_COLOURS) or 1), activity)
+        for rank in trace.names
+        for activity in _LOSSES
+    )
+    waits, advice = trace.waited_for(), _LOSSES[largest]
+    if waits:
+        slowest, total = max(waits, key=waits.__getitem__), sum(waits.values())
+        yield f"The others waited longest for {slowest}: {waits[slowest]:.2f} s of {total:.2f} s."
+        if largest == _WAIT and waits[slowest] > total / 2:
+            advice = f"Look in the picture for the work of {slowest} while the others wait."
+    is_much = most >= _MUCH
+    yield advice if is_much else "No rank loses a tenth of its time so: compute faster."
+
+
+def _draw(trace: _Trace, path: str) -> str:
+    """Draw a row for each rank, and one for each more of its threads. Returns: the title, which names the steps."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no screen on a compute node
+    from matplotlib import patches, pyplot
+
+    start, end, part = _window(trace)
+    rows = [row for rank in trace.names for row in _rows_of(trace, rank, start, end)]
+    figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.32 * len(rows)), layout="constrained")
+    for number, (_, spans) in enumerate(rows):  # inner spans come later, and cover the outer ones
+        colours = [_COLOURS[each.activity] for each in spans]
+        times = [(each.start, each.end - each.start) for each in spans]
+        axes.broken_barh(times, (number - 0.4, 0.8), facecolors=colours, linewidth=0)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    title = f"{len(trace.names)} rank{'s' * (len(trace.names) > 1)}, {part}"
+    axes.set(xlabel="seconds since the trace began", title=title, xlim=(start, end))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    handles = [patches.Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(_COLOURS))
+    with open(path, "wb", opener=private) as file:
+        figure.savefig(file, dpi=150, format="png")
+    pyplot.close(figure)
+    return title
+
+
+def _window(trace: _Trace) -> tuple[float, float, str]:
+    """Return the part of the trace that is drawn: its start and end in seconds, and its name for the title."""
+    count = len(trace.steps)
+    edges = [*trace.steps, max(each.end for spans in trace.spans.values() for each in spans)]
+    if count <= 2:
+        return 0.0, edges[-1], "the whole trace"
+    first = max(1, (count - _STEPS) // 2)
+    last = min(first + _STEPS, count)
+    return edges[first], edges[last], f"steps {first + 1} to {last} of {count}"
+
+
+def _rows_of(
+    trace: _Trace, rank: int, start: float, end: float
+) -> Iterator[tuple[str, list[_Span]]]:
+    """Yield each thread of the rank that has spans between two times: a name and the spans, outer ones first."""
+    spans = [each for each in trace.spans[rank] if each.start < end and each.end > start]
+    spans.sort(key=lambda each: (each.thread != "MainThread", each.thread, each.start, -each.end))
+    for thread, of_thread in groupby(spans, key=lambda each: each.thread):
+        is_first = thread == spans[0].thread
+        yield trace.names[rank] if is_first else f"{thread}, rank {rank}", list(of_thread)

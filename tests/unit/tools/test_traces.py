@@ -1,0 +1,112 @@
+"""`mpistrat trace`: what it reads in a trace, draws and says."""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from mpistrat.__main__ import main
+from mpistrat.trace.timeline import Timeline
+
+MILLISECOND = 1_000_000
+STEP = 100  # ms
+ORANGE, YELLOW = (0xD5, 0x5E, 0x00), (0xF0, 0xE4, 0x42)  # the others are waited for; input
+
+
+def record(
+    folder: Path, steps: int, late: int, *, moves_only: bool = False, reads: int = 1
+) -> None:
+    """Two ranks: rank 1 enters the collective of each step `late` ms after rank 0; it moves bytes for 5 ms."""
+    for rank in range(2):
+        timeline = Timeline(str(folder), rank, 2, f"node{rank}", "clock")
+        run = timeline.kind("strategy.run", "range", function="step")
+        read = timeline.kind("next(iterator)", "range")
+        call = timeline.kind("all_reduce", "collective", communicator="c", ranks=2)
+        began = timeline.now()
+        for step in range(steps):
+            start = began + step * STEP * MILLISECOND
+            entered = start + (10 + late * rank) * MILLISECOND
+            together = start + (10 + late) * MILLISECOND
+            left = together + 5 * MILLISECOND
+            timeline.add(read, start, start + reads * MILLISECOND)
+            timeline.add_collective(call, entered, 0 if moves_only else together, left, step)
+            timeline.add(run, start + reads * MILLISECOND, left)
+        timeline.close()
+
+
+def test_seconds_of_each_rank_after_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, steps=11, late=40, reads=2)
+    assert main(["trace", str(tmp_path)]) == 0
+    *_, first, second, waited, _ = capsys.readouterr().out.splitlines()
+    for rank, (line, waits) in enumerate(((first, 0.4), (second, 0.0))):
+        assert line.startswith(f"rank {rank} on node{rank} ")
+        seconds = [float(number) for number in re.findall(r"([\d.]+) s ", line)]
+        # In all, waiting, moving bytes, input.
+        assert seconds == pytest.approx([0.55, waits, 0.05, 0.02], abs=0.011)
+    assert waited == "The others waited longest for rank 1: 0.40 s of 0.40 s."
+
+
+def rows_with(folder: Path, colour: tuple[int, int, int]) -> list[int]:
+    """How many pixels of the picture's upper and lower half have the colour."""
+    from matplotlib import image
+
+    pixels = (image.imread(folder / "timeline.png")[:250, :, :3] * 255).round().astype(int)
+    same = (pixels == colour).all(axis=2)
+    middle = len(same) // 2
+    return [int(same[:middle].sum()), int(same[middle:].sum())]
+
+
+def test_the_picture_and_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, steps=21, late=40)
+    assert main(["trace", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert f"{tmp_path}/timeline.png shows 2 ranks, steps 7 to 14 of 21.\n" in output
+    assert output.endswith(
+        "The others waited longest for rank 1: 0.80 s of 0.80 s.\n"
+        "Look in the picture for the work of rank 1 while the others wait.\n"
+    )
+    upper, lower = rows_with(tmp_path, ORANGE)
+    assert upper > 20 * max(lower, 1)  # rank 0 waits
+    assert min(rows_with(tmp_path, YELLOW)) > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "advice"),
+    [
+        ({"late": 0, "moves_only": True}, "Move fewer bytes: "),
+        ({"late": 0, "reads": 9}, "Read faster: "),
+    ],
+)
+def test_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str], how: dict, advice: str) -> None:
+    record(tmp_path, steps=4, **how)
+    assert main(["trace", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(advice)
+
+
+def test_an_older_trace_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.json").write_text("{}")
+    os.utime(tmp_path / "trace.json", (1, 1))
+    record(tmp_path, steps=2, late=1)
+    for made in (1, 0):
+        assert main(["trace", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.count("events of 2 ranks are in") == made
+
+
+def test_without_a_trace_or_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["trace", str(tmp_path)]) == 1
+    assert "no part of a trace (rank-0.part, …) is in " in capsys.readouterr().err
+    record(tmp_path, steps=2, late=1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["trace", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "mpistrat trace: a picture needs matplotlib: pip install matplotlib\n"
+    assert "rank 1 on node1" in printed.out
+    (tmp_path / "trace.json").write_text("{}")
+    assert main(["trace", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"mpistrat trace: {tmp_path}/trace.json has no events\n"
