@@ -42,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mpistrat.tools.timeline import run as trace
 
         return trace(parsed.folder)
+    if parsed.command == "init":
+        from mpistrat.tools.init.command import run as init
+
+        return init(parsed.folder)
 
     from mpistrat.tools.doctor.command import run as doctor
 
@@ -101,6 +105,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         epilog="example: MPISTRAT_TRACE=traces mpirun -n 2 mpistrat run train.py; mpistrat trace traces",
     )
     trace.add_argument("folder", metavar="FOLDER", help="the folder that MPISTRAT_TRACE named")
+    init = commands.add_parser(
+        "init",
+        help="write a training script, a batch script for this cluster, and a test",
+        description="Writes train.py, train.sbatch (filled with the facts that the doctor finds about MPI and Slurm) "
+        "and test_train.py. It overwrites no file.",
+        epilog="example: mpistrat init my_training",
+    )
+    init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to write (.)")
     return top, runs
 
 

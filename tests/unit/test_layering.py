@@ -228,6 +228,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "tools": (
+        ("init.command",),
+        ("init",),
         ("timeline",),
         ("bench.__main__",),
         ("bench.command",),
