@@ -1,0 +1,49 @@
+"""`mpistrat init`: the files that it writes run as they are."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.clusters.slurm_cluster import SlurmCluster
+from support.harness.mpi_launcher import Launcher, run_job
+
+NAMES = ["test_train.py", "train.py", "train.sbatch"]
+INIT = [sys.executable, "-m", "mpistrat", "init"]
+
+
+def test_the_training_and_its_test(launcher: Launcher, tmp_path: Path) -> None:
+    """test_train.py runs train.py on one rank and on two."""
+    made = run_job([*INIT, "new"], launcher.environment(), 60, tmp_path)
+    assert made.returncode == 0, made.output
+    assert made.stdout.startswith("Wrote train.py, train.sbatch, test_train.py in new. Next, ")
+    folder = tmp_path / "new"
+    assert sorted(path.name for path in folder.iterdir()) == NAMES
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_train.py"]
+    tested = run_job(command, launcher.environment(), 120, folder)
+    assert tested.returncode == 0, tested.output
+    assert "1 passed" in tested.stdout
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == NAMES
+
+
+def test_ranks_write_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    job = launcher.run_python(2, "-m", "mpistrat", "init", cwd=tmp_path)
+    assert job.returncode != 0
+    assert job.stderr.count("mpistrat init: start it once, without mpirun or srun\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slurm
+def test_slurm_runs_the_batch_script(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """It has this cluster's facts: nothing has to be edited."""
+    mpich = Launcher.named("MPICH")
+    made = run_job(INIT, slurm.environment(mpich), 60, tmp_path)
+    assert made.returncode == 0, made.output
+    lines = (tmp_path / "train.sbatch").read_text().splitlines()
+    partition = slurm.run("sinfo", "--noheader", "--format=%P").split("*")[0]
+    assert f"#SBATCH --partition={partition}" in lines
+    assert f"source {sys.prefix}/bin/activate" in lines
+    options = ("--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1")
+    job = slurm.sbatch(mpich, tmp_path / "train.sbatch", *options, cwd=tmp_path)
+    assert job.wait() == "COMPLETED", job.report()
+    assert "\nstep 320: loss 0." in job.output, job.report()
