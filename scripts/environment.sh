@@ -18,7 +18,7 @@ find_python() {
 }
 
 # make_environment FOLDER [REQUIREMENT…] [--editable PROJECT]: install, unless this Python, the pins and the requirements
-# are as they were.
+# are as they were. It calls before_install PYTHON, if there is such a function, once FOLDER has a Python and nothing else.
 make_environment() {
     local folder=$1 python stamp
     shift
@@ -34,7 +34,8 @@ make_environment() {
     echo "Installing $* into $folder …"
     rm -rf "$folder"
     "$python" -m venv "$folder"
-    local install=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints")
+    if declare -F before_install >/dev/null; then before_install "$folder/bin/python"; fi
+    local install=("$folder/bin/python" -m pip install "${pip_verbosity:---quiet}" --disable-pip-version-check --constraint "$constraints")
     if [[ $* == *" --editable "* ]]; then
         # Only one process at a time may write the project's metadata, and what takes long needs none of them.
         "${install[@]}" "${@:1:$#-2}"
