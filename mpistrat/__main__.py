@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -16,104 +17,116 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises: SystemExit for wrong usage and --version, and always for `mpistrat run`.
     """
     words = sys.argv[1:] if arguments is None else [*arguments]
-    if words[:1] == ["bench"]:  # it has a parser of its own
-        from mpistrat.tools.bench.command import main as bench
-
-        return bench(words[1:], prog="mpistrat bench")
-    top, runs = _parsers()
+    if words[:1] == ["bench"]:
+        return _bench(argparse.Namespace(words=words[1:]))
+    top = _parser()
     parsed = top.parse_args(words)
     if parsed.print_completion:
         return _print_completion(top, parsed.print_completion)
-    if parsed.command is None:
+    if "call" not in parsed:
         top.print_help(sys.stderr)
         return 2
-    if parsed.command == "run":
-        if not (parsed.module or os.path.exists(parsed.program)):
-            runs.error(f"there is no {parsed.program!r}, seen from {os.getcwd()}")
-        from mpistrat.torch_distributed.run import run_program
-
-        run_program(
-            parsed.program,
-            parsed.arguments,
-            is_module=parsed.module,
-            keeps_backend=parsed.keep_backend,
-        )
-    if parsed.command == "trace":
-        from mpistrat.tools.timeline import run as trace
-
-        return trace(parsed.folder)
-    if parsed.command == "init":
-        from mpistrat.tools.init.command import run as init
-
-        return init(parsed.folder)
-
-    from mpistrat.tools.doctor.command import run as doctor
-
-    return doctor(parsed.json)
+    return parsed.call(parsed)
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return the parser of the command line, and that of `mpistrat run`."""
-    top = argparse.ArgumentParser(
-        prog="mpistrat",
-        description="Training on the ranks (processes) that mpirun or srun starts.",
-        epilog="example: mpirun -n 2 mpistrat run train.py",
-    )
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line. The texts of a command are the docstring of its function."""
+    example = "example: mpirun -n 2 mpistrat run train.py"
+    what = "Training on the ranks (processes) that mpirun or srun starts."
+    top = argparse.ArgumentParser(prog="mpistrat", description=what, epilog=example)
     version = f"mpistrat {sys.modules['mpistrat'].__version__}"  # no import: layers forbid it here
     top.add_argument("--version", action="version", version=version)
-    top.add_argument(
-        "--print-completion",
-        metavar="SHELL",
-        choices=("bash", "zsh", "tcsh"),
-        help="print what completes this command in bash, zsh or tcsh (needs shtab)",
-    )
-    commands = top.add_subparsers(dest="command", metavar="COMMAND")
-    runs = commands.add_parser(
-        "run",
-        help="run a program of torch.distributed on the ranks of MPI",
-        usage="mpistrat run [--keep-backend] (SCRIPT | -m MODULE) [ARGUMENT ...]",
-        description="Runs the program on each rank that mpirun or srun has started. It gets the environment that "
-        'torchrun would give it, and its default process group is on the backend "mpistrat": MPI needs no address '
-        "and no port. Without a launcher, the program is one rank.",
-        epilog="example: mpirun -n 2 mpistrat run train.py --epochs 3",
-    )
-    runs.add_argument(
-        "--keep-backend",
-        action="store_true",
-        help="leave the default group on the backend that the program names",
-    )
+    shells, help = ("bash", "zsh", "tcsh"), "print what completes the commands in a shell"
+    top.add_argument("--print-completion", metavar="SHELL", choices=shells, help=help)
+    commands = top.add_subparsers(metavar="COMMAND")
+    parsers = {}
+    for call in (_run, _doctor, _bench, _trace, _init):
+        help, description, epilog = inspect.getdoc(call).split("\n\n")  # type: ignore[union-attr]
+        parser = commands.add_parser(
+            call.__name__[1:], help=help, description=description, epilog=epilog
+        )
+        parser.set_defaults(call=call, error=parser.error)
+        parsers[call] = parser
+    runs, doctor, _, trace, init = parsers.values()
+    runs.usage = "mpistrat run [--keep-backend] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    keeps = "leave the default group on the backend that the program names"
+    runs.add_argument("--keep-backend", action="store_true", help=keeps)
     runs.add_argument("-m", dest="module", action="store_true", help="run a module by its name")
     runs.add_argument("program", metavar="SCRIPT or MODULE")
     runs.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what is wrong with this installation, job or cluster, and how to mend it",
-        description="Looks at MPI and its launcher, cores and threads, memory, GPUs, Slurm and the network between "
-        "nodes, and says how to mend faults. Start it alone, and then as you start your program. Exit code 0: nothing "
-        "to fix (warnings do not count); 1: a problem; 2: wrong usage.",
-        epilog="example: mpirun -n 8 mpistrat doctor",
-    )
     doctor.add_argument("--json", action="store_true", help="print all facts and findings as JSON")
-    commands.add_parser(
-        "bench", help="measure collectives, training steps and input", add_help=False
-    )
-    trace = commands.add_parser(
-        "trace",
-        help="draw a timeline of a traced job, and say where its time went",
-        description="Draws FOLDER/timeline.png, and prints how long each rank waited for others, moved bytes and read "
-        "input, and which rank the others waited for. A job writes its trace to the folder that MPISTRAT_TRACE names.",
-        epilog="example: MPISTRAT_TRACE=traces mpirun -n 2 mpistrat run train.py; mpistrat trace traces",
-    )
     trace.add_argument("folder", metavar="FOLDER", help="the folder that MPISTRAT_TRACE named")
-    init = commands.add_parser(
-        "init",
-        help="write a training script, a batch script for this cluster, and a test",
-        description="Writes train.py, train.sbatch (filled with the facts that the doctor finds about MPI and Slurm) "
-        "and test_train.py. It overwrites no file.",
-        epilog="example: mpistrat init my_training",
-    )
     init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to write (.)")
-    return top, runs
+    return top
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """run a program of torch.distributed on the ranks of MPI
+
+    Runs the program on each rank that mpirun or srun has started. It gets the environment that torchrun would give it,
+    and its default process group is on the backend "mpistrat": MPI needs no address and no port. Without a launcher,
+    the program is one rank.
+
+    example: mpirun -n 2 mpistrat run train.py --epochs 3
+    """
+    if not (parsed.module or os.path.exists(parsed.program)):
+        parsed.error(f"there is no {parsed.program!r}, seen from {os.getcwd()}")
+    from mpistrat.torch_distributed.run import run_program
+
+    how = {"is_module": parsed.module, "keeps_backend": parsed.keep_backend}
+    return run_program(parsed.program, parsed.arguments, **how)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    """say what is wrong with this installation, job or cluster, and how to mend it
+
+    Looks at MPI and its launcher, cores and threads, memory, GPUs, Slurm and the network between nodes, and says how to
+    mend faults. Start it alone, and then as you start your program. Exit code 0: nothing to fix (warnings do not
+    count); 1: a problem; 2: wrong usage.
+
+    example: mpirun -n 8 mpistrat doctor
+    """
+    from mpistrat.tools.doctor.command import run
+
+    return run(parsed.json)
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    """measure collectives, training steps and input
+
+    The same as mpistrat-bench, with a parser of its own.
+
+    example: mpirun -n 8 mpistrat bench all_reduce
+    """
+    from mpistrat.tools.bench.command import main as bench
+
+    return bench(parsed.words, prog="mpistrat bench")
+
+
+def _trace(parsed: argparse.Namespace) -> int:
+    """draw a timeline of a traced job, and say where its time went
+
+    Draws FOLDER/timeline.png, and prints how long each rank waited for others, moved bytes and read input, and which
+    rank the others waited for. A job writes its trace to the folder that MPISTRAT_TRACE names.
+
+    example: MPISTRAT_TRACE=traces mpirun -n 2 mpistrat run train.py; mpistrat trace traces
+    """
+    from mpistrat.tools.timeline import run
+
+    return run(parsed.folder)
+
+
+def _init(parsed: argparse.Namespace) -> int:
+    """write a training script, a batch script for this cluster, and a test
+
+    Writes train.py, train.sbatch (filled with the facts that the doctor finds about MPI and Slurm) and test_train.py.
+    It overwrites no file.
+
+    example: mpistrat init my_training
+    """
+    from mpistrat.tools.init.command import run
+
+    return run(parsed.folder)
 
 
 def _print_completion(top: argparse.ArgumentParser, shell: str) -> int:

@@ -11,18 +11,9 @@ from importlib.resources import files
 from mpistrat.cluster_resolver.launcher import OPEN_MPI, environment_of_children
 from mpistrat.tools.doctor import cuda_driver, nodes
 from mpistrat.tools.doctor.children import ask
-from mpistrat.tools.doctor.facts import Launch
 from mpistrat.tools.doctor.mpi_library import command_family
 
-_ENDS_AT_ONCE = "# --kill-on-bad-exit: the job ends when a rank fails. Without it, the job may wait for its time limit."
-_ENDS_TOGETHER = """\
-# --kill-on-bad-exit=0: before the time limit each rank ends with exit code 42; with 1, srun would kill the others then.
-# --wait: after the first rank has ended, the other ranks have a minute to end."""
-_TEMPLATES = {
-    "train.py": "train.py.template",
-    "train.sbatch": "cpu.sbatch",
-    "test_train.py": "test_train.py.template",
-}
+_NAMES = ("train.py", "train.sbatch", "test_train.py")
 
 
 def run(folder: str) -> int:
@@ -37,67 +28,70 @@ def run(folder: str) -> int:
         if launch.speaks:
             print("mpistrat init: start it once, without mpirun or srun", file=sys.stderr)
         return 2
-    here = files("mpistrat.tools.init")
-    texts = {name: here.joinpath(source).read_text() for name, source in _TEMPLATES.items()}
-    texts["train.sbatch"] = _filled(texts["train.sbatch"], launch)
-    there = [name for name in texts if os.path.lexists(os.path.join(folder, name))]
+    there = [name for name in _NAMES if os.path.lexists(os.path.join(folder, name))]
     if there:
-        what = f"{', '.join(there)} in {folder}: move {'it' if len(there) == 1 else 'them'} away"
-        print(f"mpistrat init: there is {what}, or name another folder", file=sys.stderr)
+        what = f"there is {', '.join(there)} in {folder} already"
+        print(f"mpistrat init: {what}: move it away, or name another folder", file=sys.stderr)
         return 1
     try:
         os.makedirs(folder, exist_ok=True)
         with ExitStack() as undo:
-            for name, text in texts.items():
+            for name in _NAMES:
+                text = files("mpistrat.tools.init").joinpath(f"{name}.template").read_text()
                 with open(os.path.join(folder, name), "x", encoding="utf-8") as file:
                     undo.callback(os.unlink, file.name)
-                    file.write(text)
+                    file.write(_filled(text, launch.mpirun_version) if "sbatch" in name else text)
             undo.pop_all()
     except OSError as error:
         print(f"mpistrat init: {error}", file=sys.stderr)
         return 1
-    print(f"Wrote {', '.join(texts)} in {folder}. Next, in that folder:")
+    print(f"Wrote {', '.join(_NAMES)} in {folder}. Next, in that folder:")
     print("  mpirun -n 2 python train.py\n  pytest test_train.py\n  sbatch train.sbatch")
     return 0
 
 
-def _filled(template: str, launch: Launch) -> str:
+def _filled(template: str, mpirun_version: str) -> str:
     """Return the batch script for this cluster. Lines for facts that are not known stay as in the template."""
-    facts = _ask("sinfo", "--noheader", "--format=%P|%D|%c|%G").splitlines()
-    default = next((line for line in facts if "*|" in line), (facts or ["|2||"])[0])
-    partition, count, cores, devices = default.split("|")
-    gpus = int((re.findall(r"gpu:(?:\w+:)?(\d+)", devices) or [len(cuda_driver.look().gpus)])[0])
-    cpus = int(cores.rstrip("+") or os.cpu_count() or 1)
-    tasks = gpus or min(2, cpus)
+    count, cores, gpus, partition = _nodes()
+    tasks = gpus or min(2, cores)
     modules = os.environ.get("LOADEDMODULES", "").replace(":", " ")
-    lines = {
-        "on CPUs, on several nodes:   sbatch slurm/cpu.sbatch train.py --epochs 10": "here: sbatch train.sbatch",
-        _ENDS_AT_ONCE: _ENDS_TOGETHER,
-        " The other scripts of this folder comment only on their differences from this script.": "",
-        "--nodes=2": f"--nodes={min(2, int(count))}",
-        "--ntasks-per-node=2": f"--ntasks-per-node={tasks}"
-        + f"\n#SBATCH --gpus-per-node={gpus}" * (gpus > 0),
-        "--cpus-per-task=4": f"--cpus-per-task={max(1, cpus // tasks)}",
-        "--output=%x-%j.out": "--output=%x-%j.out\n#SBATCH --open-mode=append\n#SBATCH --requeue",
-        'srun --mpi=pmi2 --kill-on-bad-exit=1 python "$@"': f'{_launcher(launch)} python train.py "$@"',
-    }
-    if partition:
-        lines["##SBATCH --partition=compute"] = f"#SBATCH --partition={partition.rstrip('*')}"
-    if modules:
-        lines["# module load mpich"] = f"module load {modules}"
-    if sys.prefix != sys.base_prefix:
-        lines["# source ~/environments/train"] = (
-            f"# shellcheck source=/dev/null\nsource {sys.prefix}"
-        )
-    for line, filled in lines.items():
-        template = template.replace(line, filled, 1)
+    venv = sys.prefix if sys.prefix != sys.base_prefix else ""
+    for line, filled, is_known in (
+        (
+            "on CPUs, on several nodes:   sbatch slurm/cpu.sbatch train.py.*",
+            "sbatch train.sbatch",
+            1,
+        ),
+        (r" The other scripts of this folder.*", "", True),
+        ("--nodes=2", f"--nodes={min(2, count)}", True),
+        ("(--ntasks-per-node=)2", rf"\g<1>{tasks}\n#SBATCH --gpus-per-node={gpus}", gpus),
+        ("--ntasks-per-node=2", f"--ntasks-per-node={tasks}", True),
+        ("--cpus-per-task=4", f"--cpus-per-task={max(1, cores // tasks)}", True),
+        ("##SBATCH --partition=compute", f"#SBATCH --partition={partition}", partition),
+        ("(--output=.*)", r"\1\n#SBATCH --open-mode=append\n#SBATCH --requeue", True),
+        ("# module load mpich", f"module load {modules}", modules),
+        ("# source ~/environments/train", f"# shellcheck source=/dev/null\nsource {venv}", venv),
+        (r"srun --mpi=pmi2 .* python", f"{_launcher(mpirun_version)} python train.py", True),
+    ):
+        template = re.sub(line, filled, template, count=1) if is_known else template
     return template
 
 
-def _launcher(launch: Launch) -> str:
+def _nodes() -> tuple[int, int, int, str]:
+    """Return the default partition's nodes, its cores and GPUs per node, and its name; without Slurm this machine's."""
+    lines = _ask("sinfo", "--noheader", "--format=%P|%D|%c|%G").splitlines()
+    for line in lines:
+        partition, count, cores, devices = line.split("|")
+        if partition.endswith("*"):
+            gpus = re.search(r"gpu:(?:\w+:)?(\d+)", devices)
+            return int(count), int(cores.rstrip("+")), int(gpus[1]) if gpus else 0, partition[:-1]
+    return 2, os.cpu_count() or 1, len(cuda_driver.look().gpus), ""
+
+
+def _launcher(mpirun_version: str) -> str:
     """Return the command that starts the ranks: srun, with a kind of --mpi that the MPI has; else mpirun."""
     kinds = nodes.types_of_srun(_ask("srun", "--mpi=list"))
-    wanted = ["pmix"] if command_family(launch.mpirun_version) == OPEN_MPI else ["pmi2", "pmix"]
+    wanted = ["pmix"] if command_family(mpirun_version) == OPEN_MPI else ["pmi2", "pmix"]
     for kind in wanted:
         if kind in (kinds or wanted):
             return f"srun --mpi={kind} --kill-on-bad-exit=0 --wait=60"
@@ -107,4 +101,4 @@ def _launcher(launch: Launch) -> str:
 def _ask(*command: str) -> str:
     """Return the output of a command of Slurm; "" if there is no such command, or it does not answer."""
     answer = ask(command, nodes.SECONDS_OF_A_COMMAND, environment_of_children())
-    return answer.output + answer.errors if not answer.ended else ""
+    return "" if answer.ended else answer.output + answer.errors

@@ -106,7 +106,7 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["init", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error == (
-        f"mpistrat init: there is train.py in {tmp_path}: move it away, or name another folder\n"
+        f"mpistrat init: there is train.py in {tmp_path} already: move it away, or name another folder\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
     assert (tmp_path / "train.py").read_text() == "mine"
