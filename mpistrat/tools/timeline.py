@@ -84,7 +84,7 @@ class _Trace:
             self.names[rank] = details["name"].partition(", pid ")[0]
         elif name == "thread_name":
             self._threads[rank, thread] = details["name"]
-        elif activity := _ACTIVITIES.get(event.get("cat", "")) or _ACTIVITIES.get(name):
+        elif activity := _ACTIVITIES.get(event.get("cat", ""), _ACTIVITIES.get(name)):
             last, start = details.get("last to enter", ""), event["ts"] / 1e6
             if (
                 activity == _WAIT
@@ -144,14 +144,14 @@ def _summary(trace: _Trace) -> Iterator[str]:
     for rank, name in trace.names.items():
         total = trace.seconds(rank, *_COLOURS)
         parts = [trace.seconds(rank, activity) for activity in _LOSSES]
-        columns = (f"{part:8.2f} s {part / (total or 1):6.1%}" for part in parts)
+        columns = (f"{part:8.2f} s {part / max(total, 1e-9):6.1%}" for part in parts)
         yield f"{name:{wide}} {total:8.2f} s" + "".join(columns)
 
 
 def _advice(trace: _Trace) -> Iterator[str]:
     """Yield the rank that the others waited for longest, and advice about the activity that ranks lose most time by."""
     most, largest = max(
-        (trace.seconds(rank, activity) / (trace.seconds(rank, *_COLOURS) or 1), activity)
+        (trace.seconds(rank, activity) / max(trace.seconds(rank, *_COLOURS), 1e-9), activity)
         for rank in trace.names
         for activity in _LOSSES
     )

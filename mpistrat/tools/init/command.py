@@ -57,11 +57,7 @@ def _filled(template: str, mpirun_version: str) -> str:
     modules = os.environ.get("LOADEDMODULES", "").replace(":", " ")
     venv = sys.prefix if sys.prefix != sys.base_prefix else ""
     for line, filled, is_known in (
-        (
-            "on CPUs, on several nodes:   sbatch slurm/cpu.sbatch train.py.*",
-            "sbatch train.sbatch",
-            1,
-        ),
+        ("Training on CPUs.*", "Start it: sbatch train.sbatch", True),
         (r" The other scripts of this folder.*", "", True),
         ("--nodes=2", f"--nodes={min(2, count)}", True),
         ("(--ntasks-per-node=)2", rf"\g<1>{tasks}\n#SBATCH --gpus-per-node={gpus}", gpus),
@@ -85,7 +81,7 @@ def _nodes() -> tuple[int, int, int, str]:
         if partition.endswith("*"):
             gpus = re.search(r"gpu:(?:\w+:)?(\d+)", devices)
             return int(count), int(cores.rstrip("+")), int(gpus[1]) if gpus else 0, partition[:-1]
-    return 2, os.cpu_count() or 1, len(cuda_driver.look().gpus), ""
+    return 2, len(os.sched_getaffinity(0)), len(cuda_driver.look().gpus), ""
 
 
 def _launcher(mpirun_version: str) -> str:
