@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name. Called by: every rank; for `trace` and `init`, one process.
 
     Args: arguments: the command line without the program's name; None: that of this process.
-    Returns: the exit code: 0; 1 if the command failed, or the doctor found a problem to fix; 2 for wrong usage.
+    Returns: the exit code: 0; 1 if the command failed, or the doctor found a problem; 2 if several ranks call `init`.
     Raises: SystemExit for wrong usage and --version, and always for `mpistrat run`.
     """
     words = sys.argv[1:] if arguments is None else [*arguments]
@@ -24,8 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.print_completion:
         return _print_completion(top, parsed.print_completion)
     if "call" not in parsed:
-        top.print_help(sys.stderr)
-        return 2
+        top.exit(2, top.format_help())
     return parsed.call(parsed)
 
 

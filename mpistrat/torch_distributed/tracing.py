@@ -24,11 +24,13 @@ def trace_ranges(communicator: Communicator) -> None:
         on our backend.
     Raises: TopologyError if the only rank cannot write to the folder.
     """
+    # One rank has nobody to agree with on a folder. It must not ask for its contract, because that imports MPI.
+    folder = trace_folder() if communicator.size == 1 else ""
+    if folder is None:
+        return
     timeline = communicator.contract.timeline
     if timeline is None:
-        # One rank has nobody to agree with on a folder.
-        folder = trace_folder() if communicator.size == 1 else None
-        if folder is None:
+        if not folder:
             return
         from mpistrat.trace import of_process
 

@@ -307,7 +307,7 @@ LONGEST_CHAIN = 18
 FIRST_USE = f"{PACKAGE}.machine.first_use"
 
 # Who we are comes from the resolvers, what the host has from `machine`, and what users set from `settings`.
-MAY_READ_ENVIRONMENT = ("cluster_resolver/", "machine/", "settings.py")
+MAY_READ_ENVIRONMENT = ("cluster_resolver/", "machine/", "settings.py", "tools/init/")
 
 Imports = dict[str, set[str]]
 
