@@ -1,6 +1,8 @@
 """MPISTRAT_TRACE from the outside: what a job leaves in the folder, however it ends."""
 
 import ast
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,10 @@ for _ in range(5):
 """
 
 
+def without_numbers(text: str) -> list[str]:
+    return re.sub(r"[\d.]+", "0", text).split()
+
+
 def test_a_program_of_torch_distributed(
     launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +106,10 @@ def test_a_program_of_torch_distributed(
         assert [e["pid"] for e in slices_of(events, name)] == [0] * 5 + [1] * 5
     assert main(["trace", str(tmp_path / "t")]) == 0
     output = capsys.readouterr().out
+    page = (TOP / "docs" / "tracing.md").read_text()
+    (shown,) = re.findall(r"```text\n(traces/run1/timeline.*?)```", page, re.DOTALL)
+    here = output.replace(str(tmp_path / "t"), "traces/run1").replace(socket.gethostname(), "vm")
+    assert without_numbers(here) == without_numbers(shown)
     assert "timeline.png shows 2 ranks, steps 2 to 5 of 5.\n" in output
     assert "The others waited longest for rank 1: " in output
     assert output.endswith("Look in the picture for the work of rank 1 while the others wait.\n")

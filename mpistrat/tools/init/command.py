@@ -55,7 +55,7 @@ def _filled(template: str, mpirun_version: str) -> str:
     count, cores, gpus, partition = _nodes()
     tasks = gpus or min(2, cores)
     modules = os.environ.get("LOADEDMODULES", "").replace(":", " ")
-    venv = sys.prefix if sys.prefix != sys.base_prefix else ""
+    venv = sys.prefix * (sys.prefix != sys.base_prefix)
     for line, filled, is_known in (
         ("Training on CPUs.*", "Start it: sbatch train.sbatch", True),
         (r" The other scripts of this folder.*", "", True),
