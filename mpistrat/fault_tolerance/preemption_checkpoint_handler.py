@@ -110,7 +110,7 @@ class PreemptionCheckpointHandler:
         self._last_count = self._count_steps()
         for value in self._manager.checkpoint.objects.values():
             if isinstance(value, (DistributedDataset, DistributedIterator)):
-                value.after_steps.append(weakref.WeakMethod(self._after_batch))
+                value.after_steps.append(self._after_batch)  # the program need not keep the handler
 
     @property
     def total_run_calls(self) -> int:

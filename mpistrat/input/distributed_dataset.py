@@ -61,9 +61,9 @@ class DistributedDataset(Iterable[Any]):
 
     Attributes:
         strategy: the strategy of the replicas that get the batches.
-        after_steps: weak references to methods that every rank calls inside `Strategy.replica()` when the program asks
-            for the next step. At that time `state_dict` gives the state after the step before. The
-            `PreemptionCheckpointHandler` adds a method.
+        after_steps: methods that every rank calls inside `Strategy.replica()` when the program asks for the next step.
+            At that time `state_dict` gives the state after the step before. The `PreemptionCheckpointHandler` adds a
+            method.
         partial: whether an epoch goes on as long as any replica of any rank has data; replicas without data get batches
             of no examples. If False, an epoch ends where a replica has no data.
 
@@ -86,7 +86,7 @@ class DistributedDataset(Iterable[Any]):
     ) -> None:
         self.strategy: Any = extended.strategy
         self.partial = partial and not reader.drop_last
-        self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.after_steps: list[Callable[[], None]] = []
         # Private names, because `__getattr__` looks up all public ones in `distributed`.
         self._reader, self._extended, self._options = reader, extended, options
         self._distributed = distributed
@@ -129,9 +129,7 @@ class DistributedDataset(Iterable[Any]):
         if self._shared.is_under_way:
             self._shared.is_under_way = False
             for method in self.after_steps:
-                call = method()
-                if call is not None:
-                    call()
+                method()
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch.
@@ -280,8 +278,8 @@ class DistributedIterator(Iterator[Any]):
 
     Attributes:
         strategy: the strategy that distributes the dataset.
-        after_steps: weak references to methods that every rank calls inside `Strategy.replica()` when the program asks
-            for the next step; the dataset's own list.
+        after_steps: methods that every rank calls inside `Strategy.replica()` when the program asks for the next step;
+            the dataset's own list.
         progress: how far the program has come in the epoch.
         divides: whether all steps surely have the same number of examples, divisible by the number of replicas.
 

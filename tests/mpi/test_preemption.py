@@ -1,12 +1,14 @@
 """The end is announced to one rank, at any moment: all ranks save with the same step, and go on from it."""
 
 import contextlib
+import gc
 import math
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -384,6 +386,8 @@ def test_steps_that_a_loader_counts(folder: str) -> None:
 def test_a_loop_leaves_where_it_asks_for_a_batch(folder: str) -> None:
     with ms.MultiWorkerMirroredStrategy().replica() as context:
         loop = Loop(context.strategy, folder, batches=6)
+        loop.handler = weakref.proxy(loop.handler)  # the program need not keep it
+        gc.collect()
         loop.train(per_step=2)
         if RANK == SIZE - 1:
             os.kill(os.getpid(), signal.SIGTERM)
