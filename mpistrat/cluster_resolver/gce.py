@@ -51,7 +51,7 @@ class GCEClusterResolver(ListedTasksResolver):
         client_options: Any = None,
     ):
         super().__init__(task_type, task_id, rpc_layer)
-        self._require("google.cloud.compute_v1", "gce", "google-cloud-compute")
+        self._require("google.cloud.compute_v1", "google-cloud-compute")
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port

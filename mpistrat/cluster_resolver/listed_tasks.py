@@ -42,16 +42,12 @@ class ListedTasksResolver(ClusterResolver):
             )
         return topology
 
-    def _require(self, module: str, extra: str, package: str) -> None:
-        """Raise ImportError if the Python module `module` is missing. The text has a pip command.
-
-        Args: extra, package: mpistrat's extra, and the package, that would install the module.
-        """
+    def _require(self, module: str, package: str) -> None:
+        """Raise ImportError if the Python module `module` is missing. The text names the `package` to install."""
         found = None
         with contextlib.suppress(ImportError):  # the package that contains the module is missing
             found = importlib.util.find_spec(module)
         if found is None:
             raise ImportError(
-                f"{type(self).__name__} needs the package {package}: pip install 'mpistrat[{extra}]', or "
-                f"pip install {package}"
+                f"{type(self).__name__} needs the package {package}: pip install {package}"
             )

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-EXTRA = "pip install 'mpistrat[tpu]'"
+INSTALL = "pip install 'torch_xla[tpu]>=2.9,<2.10' 'torch>=2.9,<2.10'"
 # Parts of the RuntimeErrors that torch_xla and torch raise in a step.
 EARLY_READ = "Unexpected execution happens"  # the step read a value before its end
 ON_HOST = "Expected XLA tensor. Got: torch."  # the step computed with a tensor of the host
@@ -204,7 +204,7 @@ class Runtime:
             import torch_xla.core.xla_model as xla_model
             import torch_xla.runtime as torch_xla_runtime
         except (ImportError, OSError) as error:
-            raise ImportError(f"torch_xla cannot be loaded ({error}); {EXTRA}") from error
+            raise ImportError(f"torch_xla cannot be loaded ({error}); {INSTALL}") from error
         self._torch_xla, self._xla_model = torch_xla, xla_model
         self._runtime = torch_xla_runtime
         self._native: Any = torch_xla._XLAC
@@ -215,7 +215,7 @@ class Runtime:
             self.num_all_devices = int(torch_xla_runtime.global_runtime_device_count())
         except (OSError, RuntimeError) as error:  # raised by libtpu, and by PJRT's client
             raise RuntimeError(
-                f"XLA finds no device: {str(error).splitlines()[0]}. See that libtpu is installed ({EXTRA}) and no "
+                f"XLA finds no device: {str(error).splitlines()[0]}. See that libtpu is installed ({INSTALL}) and no "
                 "other process holds the chips; to try a program without a TPU, set PJRT_DEVICE=CPU"
             ) from error
         import torch
@@ -389,7 +389,7 @@ def check_versions() -> None:
         ours, torch = map(importlib.metadata.version, ("torch_xla", "torch"))
     except importlib.metadata.PackageNotFoundError as missing:
         raise ImportError(
-            f"TPUStrategy needs {missing.name}, which is not installed: {EXTRA}"
+            f"TPUStrategy needs {missing.name}, which is not installed: {INSTALL}"
         ) from None
     wrong, command = what_differs(ours, torch)
     if wrong:

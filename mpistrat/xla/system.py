@@ -20,7 +20,7 @@ from mpistrat.communicators.of_resolver import communicator_of
 from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.topology import Topology
-from mpistrat.xla.runtime import Runtime, check_versions
+from mpistrat.xla.runtime import INSTALL, Runtime, check_versions
 from mpistrat.xla.topology.topology import TpuTopology
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _check_devices(runtime: Runtime, asked: str, topology: Topology) -> None:
     if runtime.kind != asked:
         raise NotFoundError(
             f"no {asked} found: XLA has {runtime.num_devices} {runtime.kind} devices here. See that libtpu is there "
-            "(pip install 'mpistrat[tpu]') and no other process holds the chips; to try a program without a TPU, set "
+            f"({INSTALL}) and no other process holds the chips; to try a program without a TPU, set "
             "PJRT_DEVICE=CPU"
         )
     if runtime.was_in_use and runtime.kind == "TPU" and topology.size > 1:

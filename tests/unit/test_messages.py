@@ -104,6 +104,14 @@ def test_a_message_has_few_words(texts: list[tuple[str, str]]) -> None:
     assert not {place: text for place, text in messages.items() if len(text.split()) > WORDS}
 
 
+def test_no_message_names_an_extra() -> None:
+    """It would be '.[NAME]' from a checkout, and 'mpistrat[NAME]' from an index."""
+    named = re.compile(r"(mpistrat|'\.)\[\w+\]")
+    assert named.search("pip install 'mpistrat[mpich]'")
+    assert named.search("pip install '.[mpich]'")
+    assert not [module.name for module in house.modules() if named.search(module.source)]
+
+
 def test_sentences_are_counted() -> None:
     assert sentences("One, with 3.5 s. Two? {} is three. (Four.) `five` is one. And so on") == 6
     assert sentences("got 3") == 1

@@ -135,7 +135,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "numbers of nodes to predict (1 2 4 8 16)",
     },
     "--ranks-per-node": {"type": _positive, "metavar": "K", "help": "ranks to use on a node (all)"},
-    "--size": {"type": number_of_bytes, "nargs": "+", "metavar": "BYTES", "help": "1M 16M 64M"},
+    "--size": {
+        "type": number_of_bytes,
+        "nargs": "+",
+        "metavar": "BYTES",
+        "help": "sizes to predict (1M 16M 64M), or to compare (8 bytes to 64M)",
+    },
     "--calls": {"nargs": "+", "choices": TORCH_CALLS, "default": TORCH_CALLS, "metavar": "CALL"},
     "--model-parameters": {
         "type": float,

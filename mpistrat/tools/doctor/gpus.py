@@ -259,7 +259,7 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
         why = f" ({gpus.cupy_error})" * bool(gpus.cupy_error)
         yield warning(
             f"CuPy is missing{why}, and so is torch: no array of a program is on a GPU.",
-            "pip install torch, of a CUDA build, or 'mpistrat[cuda]' (mpistrat[cuda12] where CUDA is 12)",
+            "pip install torch, of a CUDA build, or cupy-cuda13x (cupy-cuda12x where CUDA is 12)",
             "CuPy is missing",
         )
     elif not loaded:

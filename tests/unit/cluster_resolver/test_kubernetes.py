@@ -138,6 +138,6 @@ def test_bad_arguments():
 
 def test_without_the_client(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"needs the package kubernetes: pip install 'mpistrat\["):
+    with pytest.raises(ImportError, match="needs the package kubernetes: pip install kubernetes"):
         KubernetesClusterResolver()
     KubernetesClusterResolver(override_client=object())

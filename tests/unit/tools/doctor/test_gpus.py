@@ -100,7 +100,7 @@ def test_mpi_was_given_no_memory_of_a_gpu(make_job: MakeJob) -> None:
             {"cupy": "", "nccl_loaded": [], "torch": ""},
             WARNING,
             "CuPy is missing",
-            "mpistrat[cuda]",
+            "cupy-cuda13x",
         ),
         ({"nccl_loaded": []}, WARNING, "found a libnccl", "pip install nvidia-nccl"),
         ({"torch_cuda": "", "torch_gpus": 0}, PROBLEM, "is a build for CPUs", "CUDA build"),

@@ -119,7 +119,7 @@ def test_no_library(make_job: MakeJob) -> None:
     job = Job([dataclasses.replace(job.first, library=None)], job.failure)
     found = problem(job)
     assert "Python finds no MPI library (cannot load MPI library), so of the 2 ranks" in found.text
-    assert "pip install 'mpistrat[mpich]'" in found.fix
+    assert "pip install mpich" in found.fix
 
 
 def test_no_mpi4py(make_job: MakeJob) -> None:
