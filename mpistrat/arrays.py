@@ -264,6 +264,7 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
         rows: array or variable of shape [rows, ...], of any library; it is converted to the dtype of `result`.
         combine: "add", "sub", "mul", "div", "min", "max" or "update". "update" replaces the row; of the rows with a
             repeated index any one may stay.
+    Raises: KeyError for another `combine`.
     """
     rows = cast_like(detach_read(rows), result)
     if is_torch(result):
@@ -287,7 +288,8 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
         "div": xp.divide,
         "min": xp.minimum,
         "max": xp.maximum,
-    }.get(combine)
+        "update": None,
+    }[combine]
     places = to_numpy(indices)
     if ufunc is None:
         result[places] = rows

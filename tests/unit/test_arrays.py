@@ -96,6 +96,8 @@ def test_scatter_counts_repeated_indices(make, combine):
     result = arrays.scatter(array, make([1, 1]), rows, combine)
     assert result.tolist() == pytest.approx(SCATTERED[combine])
     assert array.tolist() == [1, 2, 3]
+    with pytest.raises(KeyError):
+        arrays.scatter(array, make([1, 1]), rows, f"{combine}s")
 
 
 @every_library
