@@ -60,8 +60,8 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
             raise ValueError(
                 f"the DataLoader has a {type(sampler).__name__}, which gives each rank a share of the examples, "
                 "but the strategy itself divides GLOBAL batches. Use DataLoader(dataset, batch_size=GLOBAL, "
-                "shuffle=True), without accelerate's prepare() or Fabric's setup_dataloaders(). If the loader is to "
-                "give batches of a replica's size, use strategy.prepare(loader, local_batches=True)"
+                "shuffle=True), without accelerate's prepare() or Fabric's setup_dataloaders(); or, if the loader "
+                "gives batches of a replica's size, strategy.prepare(loader, local_batches=True)"
             )
     streams = dataset.batch_sampler is None or isinstance(dataset.dataset, data.IterableDataset)
     return not (streams or _iterates_itself(dataset))

@@ -16,6 +16,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -29,10 +30,12 @@ import torch
 import torch.utils.data as data
 
 from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_PROGRAM
+from mpistrat.liveness.bounded_waits import soon
 
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_OF_A_DEATH = 0.5
 _MOST_PROCESSES = 1 << 20  # more worker processes than a rank has
 
 
@@ -104,27 +107,48 @@ def _blocked_in_children() -> Iterator[None]:
     """A context for starting processes. The started processes, and their own children, block `_ANNOUNCEMENTS`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
     try:
-        resource_tracker.ensure_running()  # unblocks SIGTERM in this thread; the tracker itself ignores it
+        _start_tracker()  # unblocks SIGTERM in this thread; the tracker itself ignores it
         signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _start_tracker() -> None:
+    """Start multiprocessing's tracker, which removes the semaphores of a killed rank. It says nothing of that.
+
+    Two lines of each rank would follow the report of the error that ends the job.
+    """
+    # multiprocessing passes the options on.
+    sys.warnoptions.insert(0, "ignore::UserWarning:multiprocessing.resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        del sys.warnoptions[0]
+
+
 def guarded(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of a DataLoader's iterator.
 
-    Raises: RuntimeError that asks for a `if __name__ == "__main__"` guard, if a worker process has run the program's
-        main script up to the start of MPI, and was refused.
+    Raises: RuntimeError that says how a worker process has died. If it has run the program's main script up to the
+        start of MPI, and was refused, the text asks for an `if __name__ == "__main__"` guard.
     """
     try:
         yield from batches
-    except RuntimeError:
+    except (RuntimeError, EOFError, OSError):
         workers = getattr(batches, "_workers", ())
-        if EXIT_CODE_OF_REFUSED_WORKER in [worker.exitcode for worker in workers]:
-            text = f"a DataLoader's worker processes could not start. {GUARD_PROGRAM}"
-            raise RuntimeError(text) from None
-        raise
+        # A rank may read the end of a worker's pipe before the worker's end.
+        soon(lambda: not workers or any(worker.exitcode for worker in workers), _SECONDS_OF_A_DEATH)
+        code = next((worker.exitcode for worker in workers if worker.exitcode), 0)
+        if code == 0:
+            raise
+        died = (
+            f"process has died ({code}: an exit code, or minus a signal; the kernel sends 9 when memory runs out). "
+            "With num_workers=0 this rank reads the data itself, and shows the error"
+        )
+        refused = f"processes could not start. {GUARD_PROGRAM}"
+        how = {EXIT_CODE_OF_REFUSED_WORKER: refused}.get(code, died)
+        raise RuntimeError(f"a DataLoader's worker {how}") from None
 
 
 @contextlib.contextmanager

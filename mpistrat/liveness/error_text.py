@@ -9,8 +9,10 @@ from mpistrat import errors
 from mpistrat.liveness.call_site import FRAME, PACKAGE, message_of, places_of, raised_at
 from mpistrat.settings import full_tracebacks
 
+# Frames between lines of the program: of this package, and of calls that torch passes on.
 _LEFT_OUT = re.compile(
-    rf"{re.escape(PACKAGE)}|.*/(mpistrat_torch\.py|torch/(utils/data/|_utils\.py)|contextlib\.py)"
+    rf"{re.escape(PACKAGE)}|.*/(mpistrat_torch\.py|contextlib\.py|multiprocessing/|torch/"
+    r"(_utils\.py|_tensor\.py|utils/|autograd/|distributed/|nn/parallel/|nn/modules/(module|container)\.py))"
 )
 # The traceback of this rank's error, and the traceback of the CollectiveMismatchError that all ranks raise because of
 # that error. Only the second has the frames of the callers.
@@ -18,11 +20,11 @@ _BY_CAUSE = re.compile(
     r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+The above exception was the direct cause [^\n]*\n\n"
     r"\1(.*?)mpistrat\.errors\.CollectiveMismatchError: .*"
 )
-_BETWEEN_SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z])")
+_BETWEEN_SENTENCES = re.compile(r"(?<=[.)?]) (?=[A-Z])")
 
 
 def of_the_program(text: str) -> str:
-    """Return the traceback `text` without the frames of this package and of torch's data loaders.
+    """Return the traceback `text` without the frames of this package, and of torch's own calls of functions.
 
     If an error of this rank has caused a CollectiveMismatchError, only this rank's error is kept.
 

@@ -227,5 +227,5 @@ def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
                     f"optimizer.step() inside run: parameter {name}, of shape {list(parameter.shape)}, "
                     "was never mirrored, so its replicas would drift apart. Import torch, and then build the module "
                     "inside strategy.scope(), or call strategy.mirror(module) after building, copying or "
-                    "unpickling it. Run a lazy module's forward once before the first step"
+                    "unpickling it; and give the optimizer its parameters (of a lazy module: after a forward)"
                 )

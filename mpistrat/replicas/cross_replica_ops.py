@@ -304,8 +304,9 @@ class CrossReplicaOps:
         if aggregation is VariableAggregation.SUM and arrays.is_number(components[0]):
             self.communicator.raise_together(
                 ValueError(
-                    f"{label}: aggregation SUM of {self.num_replicas} replicas needs arrays; the Python "
-                    f"number {components[0]!r} might be meant to count once, or once per replica"
+                    f"{label}: the Python number {components[0]!r} might be meant to count once, or for each replica "
+                    f"in aggregation SUM of {self.num_replicas} replicas. Pass an array, which counts for each "
+                    "replica; or make the call outside `run`, where it counts once"
                 )
             )
         op = ReduceOp.from_variable_aggregation(aggregation)

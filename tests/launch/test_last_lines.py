@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Launcher
-from support.last_lines import assert_mended_by
+from support.last_lines import assert_mended_by, assert_short
 
 PROGRAM = Path(__file__).parent / "programs" / "last_lines.py"
 RANKS = 3
@@ -26,8 +26,32 @@ def check(launcher: Launcher, name: str) -> None:
     if name == "operand":
         place, text = f"{PROGRAM}:{line_of(name)} in main", ".*"
     assert_mended_by(job.stderr, rf"{place} \(rank 2\): {text}", stalled=name == "untold")
+    if name != "untold":
+        assert_short(job.stderr)
     if name != "operand":
         assert job.stderr.count(f"\nFileNotFoundError: {text}\n") == 1, job.stderr
+
+
+MISTAKES = {
+    "DDP": ("main", "Leave DistributedDataParallel out, and .*"),
+    "shards": ("main", "Give each rank data: .*"),
+    "worker": ("main", "With num_workers=0 this rank reads the data itself, .*"),
+    "hook": ("wrong_hook", "no such layer"),
+    "files": ("main", r"\[Errno 2\] No such file or directory: '/scratch/me/shard-\d.tar'"),
+}
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_all_ranks(name: str) -> None:
+    """An error has one traceback, also where each rank has a file of its own. It has no frames of torch."""
+    job = Launcher.named("Open MPI").run_python(4, PROGRAM, name, forked=True)
+    function, text = MISTAKES[name]
+    place = rf"{PROGRAM}:{line_of(name)} in {function} \(rank \d\)"
+    assert_mended_by(job.stderr, f"{place}: {text}")
+    assert_short(job.stderr)
+    for rank in range(4) if name == "files" else ():
+        assert f": '/scratch/me/shard-{rank}.tar'\n" in job.stderr, job.stderr
 
 
 @pytest.mark.both_mpis("faults")

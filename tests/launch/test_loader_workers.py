@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
-from support.last_lines import assert_mended_by
+from support.last_lines import assert_mended_by, assert_short
 
 PROGRAM = Path(__file__).parent / "programs" / "loader_workers.py"
 
@@ -46,8 +46,11 @@ def test_what_cannot_be_sent_to_a_worker_is_named(launcher: Launcher) -> None:
 def test_a_strategy_in_a_worker(launcher: Launcher, case: str) -> None:
     job = run(launcher, case)
     assert job.returncode != 0
-    assert "in a worker process (pid " in job.output, job.output
+    says = job.output.count("in a worker process (pid ")
+    assert says == 1 if case == "no guard" else says > 0, job.output
+    assert "resource_tracker" not in job.output, job.output
     assert 'if __name__ == "__main__":' in job.output
     if case == "no guard":
         advice = 'put what it does under `if __name__ == "__main__":`'
         assert_mended_by(job.stderr, rf"\S+:\d+ in main \(rank \d\): .*{advice}")
+        assert_short(job.stderr)

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from traceback import format_exception_only
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError, TopologyError
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
+from mpistrat.liveness.call_site import FRAME
 from mpistrat.liveness.ending.interrupts import ignore_interrupts, is_interactive
 from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.error_text import advice_for, of_the_program
@@ -32,6 +34,7 @@ from mpistrat.liveness.processes import launched
 from mpistrat.liveness.records.failure_log import OF_ANOTHER_RANK, FailureLog, Nodes, as_of_any_rank
 from mpistrat.liveness.records.record import ENDING, LEFT, SEEN
 from mpistrat.machine.notices import say
+from mpistrat.settings import full_tracebacks
 
 _OF_ALL_RANKS = (CollectiveMismatchError, DivergenceError, TopologyError)
 
@@ -121,7 +124,8 @@ class RankEnd:
     def end_job_for(self, error: BaseException, traceback: str, code: int) -> NoReturn:
         """Print that this rank failed with `error`, unless another rank has printed the same error; then end the job.
 
-        One rank of the job also prints the summary of the errors and the advice of `advice_for`.
+        If another rank has printed the same frames with another message, only the message is printed. One rank of the
+        job also prints the summary of the errors and the advice of `advice_for`.
 
         Args:
             traceback: the text of the traceback of `error`.
@@ -129,9 +133,13 @@ class RankEnd:
         """
 
         @functools.cache
-        def say_it() -> None:
+        def say_it(frames_are_said: bool = False) -> None:
             self._is_ending()  # first: the observer need not explain deaths
-            self.say_last(f"{self.who} failed; ending the job\n{traceback}")
+            if frames_are_said and not full_tracebacks():
+                message = "".join(format_exception_only(error))
+                self._say_last(f"mpistrat: {self.who} failed at the same line: {message}")
+            else:
+                self.say_last(f"{self.who} failed; ending the job\n{traceback}")
 
         traceback = of_the_program(traceback)
         observed = observation.current
@@ -277,7 +285,8 @@ def announce_exits() -> None:
 def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool]:
     """Return the word that stands for `error` in the log of errors, and whether all ranks raise this error.
 
-    Ranks that have the error in common have the same word, or a word with a part in common, see `FailureLog.add`.
+    Ranks that have the error in common have the same word, or a word with a part in common, see `FailureLog.add`. The
+    third part stands for the frames of the traceback.
     Args: own: this rank's number in the job.
     """
     of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
@@ -289,7 +298,9 @@ def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool
     if of_all and isinstance(error, CollectiveMismatchError):
         return type(error).__name__, of_all  # the tracebacks differ
     # In their messages, all ranks may name the same rank, or each rank may name itself.
-    return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, own)), of_all
+    words = [as_of_any_rank(traceback, rank) for rank in (-1, own)]
+    frames = str(FRAME.findall(traceback))
+    return ".".join([*words, as_of_any_rank(frames, -1)]), of_all
 
 
 @functools.cache

@@ -86,14 +86,16 @@ class FailureLog:
         with self._locked() as file:
             _write(file, failure)
 
-    def add(self, error: str, say: Callable[[], object], patience: float = 0.0) -> None:
+    def add(self, error: str, say: Callable[[bool], object], patience: float = 0.0) -> None:
         """Log that this rank ends with `error`, and call `say` to print the error unless another rank has printed it.
 
         Called by: a rank that fails, before it ends the job.
         Args:
-            error: a text without blanks that stands for the error: one or several words with dots between, "a.b". Two
-                errors are alike if they have the same word at the same position. OF_ANOTHER_RANK is like every error.
-            say: prints the error; called at most once, while this rank holds the file's lock.
+            error: a text without blanks that stands for the error: one to three words with dots between, "a.b.c". Two
+                errors are alike if they have the same first or second word. OF_ANOTHER_RANK is like every error. The
+                third word stands for the frames of the traceback.
+            say: prints the error; called at most once, while this rank holds the file's lock. Its argument says whether
+                another rank has printed an error with the same third word.
             patience: how many seconds to wait for another rank to print the error first.
         Raises: OSError if the file cannot be used, ValueError if a line of it is damaged; `say` may not have been
             called then.
@@ -103,7 +105,8 @@ class FailureLog:
         soon(functools.partial(self._is_said, error), max(patience, self._patience))
         with self._locked() as file:
             if not self._is_said(error):
-                say()
+                said = [entry.error.rpartition(".")[2] for entry in self._entries(_SAID)]
+                say(error.rpartition(".")[2] in said)
                 self._note(file, _SAID, error)
 
     def sum_up(self, last_line: str = "") -> str:
@@ -178,7 +181,7 @@ class FailureLog:
 
 
 def _are_alike(first: str, second: str) -> bool:
-    return any(map(str.__eq__, first.split("."), second.split(".")))
+    return any(map(str.__eq__, first.split(".")[:2], second.split(".")[:2]))
 
 
 def _write(file: Any, failure: NotedFailure) -> None:

@@ -91,7 +91,7 @@ class Arrivals:
         where = " (in scope(), where no replica computes)" if in_scope else ""
         raise RuntimeError(
             f"backward() outside run{where} reached a mirrored parameter, where its gradient is not reduced "
-            "over replicas; call loss.backward() inside strategy.run(step), or inside strategy.replica() on the thread "
+            "over replicas. Call loss.backward() inside strategy.run(step), or inside strategy.replica() on the thread "
             "that has entered it; or use torch.autograd.grad: it leaves .grad alone"
         )
 
@@ -157,7 +157,7 @@ class Arrivals:
                 raise RuntimeError(
                     f"backward() inside run reached {self.made_in_run[parameter]}, of a module that was made inside "
                     "run: it is no variable of the strategy, so nothing keeps it equal on all ranks. Build the module "
-                    "before run, in strategy.scope(). If each replica is to have a module of its own, use "
+                    "before run, in strategy.scope(); or, if each replica is to have a module of its own, use "
                     "torch.autograd.grad"
                 )
 

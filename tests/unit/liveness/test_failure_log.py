@@ -41,7 +41,7 @@ def ended(
         node = rank * nodes // size
         others = OtherNode(folders[1 - node], is_first_node=node == 0) if nodes > 1 else None
         log = FailureLog(str(folders[node]), rank, size, others)
-        log.add(errors[rank], lambda: said.append(rank))
+        log.add(errors[rank], lambda _: said.append(rank))
         summaries.append(log.sum_up())
 
     threads = [threading.Thread(target=end, args=[rank]) for rank in errors]
@@ -91,11 +91,11 @@ def test_ranks_that_name_one_of_them_or_each_itself(tmp_path: Path) -> None:
 def test_a_rank_that_has_heard_of_an_error_leaves_it_to_that_rank(tmp_path: Path) -> None:
     said: list[int] = []
     second = FailureLog(str(tmp_path), 1, 2)
-    arguments = [failure_log.OF_ANOTHER_RANK, lambda: said.append(1), 10.0]
+    arguments = [failure_log.OF_ANOTHER_RANK, lambda _: said.append(1), 10.0]
     thread = threading.Thread(target=second.add, args=arguments)
     thread.start()
     first = FailureLog(str(tmp_path), 0, 2)
-    first.add("a.b", lambda: said.append(0))
+    first.add("a.b", lambda _: said.append(0))
     thread.join()
     assert (said, first.sum_up("mend it\n"), second.sum_up("mend it\n")) == ([0], "mend it\n", "")
 
@@ -122,12 +122,12 @@ def test_a_rank_that_hangs_while_it_speaks_is_not_waited_for(
     monkeypatch.setattr(deadlines, "RANK_WAITS_FOR_LOCK_OF_FAILURES", 0.1)
     hangs, said = threading.Event(), []
     first = FailureLog(str(tmp_path), 0, 2)
-    thread = threading.Thread(target=first.add, args=["a", hangs.wait])
+    thread = threading.Thread(target=first.add, args=["a", lambda _: hangs.wait()])
     thread.start()
     time.sleep(0.05)
     started = time.monotonic()
     second = FailureLog(str(tmp_path), 1, 2)
-    second.add("a", lambda: said.append(1))
+    second.add("a", lambda _: said.append(1))
     assert (said, second.sum_up()) == ([1], "mpistrat: the same error on ranks 0-1\n")
     assert time.monotonic() - started < 0.9
     hangs.set()
@@ -137,9 +137,9 @@ def test_a_rank_that_hangs_while_it_speaks_is_not_waited_for(
 def test_another_rank_is_left_time_to_speak(tmp_path: Path) -> None:
     said: list[int] = []
     second = FailureLog(str(tmp_path), 1, 2)
-    thread = threading.Thread(target=second.add, args=["a", lambda: said.append(1), 10.0])
+    thread = threading.Thread(target=second.add, args=["a", lambda _: said.append(1), 10.0])
     thread.start()
-    FailureLog(str(tmp_path), 0, 2).add("a", lambda: said.append(0))
+    FailureLog(str(tmp_path), 0, 2).add("a", lambda _: said.append(0))
     thread.join()
     assert said == [0]
 
