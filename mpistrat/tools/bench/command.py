@@ -69,14 +69,15 @@ def _sweep(arguments: argparse.Namespace) -> Report:
         rows.append(sweep.measure(*operands, **how))
         show(sweep.line(rows[-1]))
     where = surroundings(communicator, device)
-    times = {f"{name}, median": [row.p50 for row in rows]}
+    times, limit = {"median": [row.p50 for row in rows]}, [row.limit for row in rows]
+    draw = partial(pictures.over_sizes, name, [row.bytes for row in rows], times, limit)
     return Report(
         "sweep",
         where,
         [asdict(row) for row in rows],
         sweep.footer(rows, where),
         {"operation": name, "in_window": arguments.window},
-        partial(pictures.over_sizes, [row.bytes for row in rows], times, [r.limit for r in rows]),
+        draw,
         any(row.wrong for row in rows),
     )
 
@@ -143,7 +144,7 @@ def _compare_all_reduce(arguments: argparse.Namespace) -> Report:
     times = [medians(row["samples"]) for row in rows]
     columns = {name: [row[name] for row in times] for name in times[0]}
     limit = columns.pop(comparison.COPY)
-    draw = partial(pictures.over_sizes, nbytes, columns, limit)
+    draw = partial(pictures.over_sizes, "all_reduce", nbytes, columns, limit)
     return table_report("all_reduce", rows, surroundings(all_ranks(), device), left_out, draw)
 
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from mpistrat.communicators.costs.model import fitted
 from mpistrat.machine.private_files import private
-
-_LIMIT = "all ranks copy as much"
 
 
 def can_be_drawn() -> bool:
@@ -20,13 +19,14 @@ def can_be_drawn() -> bool:
 
 
 @contextmanager
-def _picture(path: str, columns: int) -> Iterator[Any]:
+def _picture(path: str, title: str, columns: int) -> Iterator[Any]:
     import matplotlib as mpl
 
     mpl.use("Agg")  # no screen on a compute node
     from matplotlib import pyplot
 
     figure = pyplot.figure(figsize=(11, 4), layout="constrained")
+    figure.suptitle(title)
     yield figure, *figure.subplots(1, columns, squeeze=False)[0]
     for part in figure.axes:
         part.grid(alpha=0.3)
@@ -40,47 +40,70 @@ def _words(part: str) -> str:
     return part.removesuffix("_ms").replace("_", " ")
 
 
+def _gigabytes_per_second(nbytes: Sequence[int], us: Sequence[float]) -> list[float]:
+    return [size / time / 1e3 for size, time in zip(nbytes, us, strict=True)]
+
+
 def over_sizes(
-    nbytes: Sequence[int], times: Mapping[str, Sequence[float]], limit: Sequence[float], path: str
+    what: str,
+    nbytes: Sequence[int],
+    times: Mapping[str, Sequence[float]],
+    limit: Sequence[float],
+    path: str,
+    taken_on: str,
 ) -> None:
     """Draw the microseconds and the bandwidth of each contestant over the sizes into the file `path`.
 
+    A dotted line is the fit to a contestant's times; the legend has its terms.
+
     Args:
+        what: the operation, for the title.
         nbytes: the sizes in bytes.
         times: for each contestant, its microseconds at each size.
         limit: for each size, the microseconds for a copy of as many bytes on all ranks at once; a dashed line.
+        taken_on: the ranks, the MPI and the machine, for the title.
     """
-    with _picture(path, 2) as (figure, left, right):
-        for name, us in {**times, _LIMIT: limit}.items():
-            style = "k--" if name == _LIMIT else "o-"
-            left.plot(nbytes, us, style, label=name)
-            bandwidth = [size / time / 1e3 for size, time in zip(nbytes, us, strict=True)]
-            right.plot(nbytes, bandwidth, style, label=name)
+    with _picture(path, f"{what} · {taken_on}", 2) as (figure, left, right):
+        for name, us in times.items():
+            fit = fitted(nbytes, [1e-6 * time for time in us])
+            (points,) = left.plot(nbytes, us, "o", label=f"{name}: {fit}")
+            line = [1e6 * fit.seconds(size) for size in nbytes]
+            left.plot(nbytes, line, ":", color=points.get_color())
+            right.plot(nbytes, _gigabytes_per_second(nbytes, us), ".-", color=points.get_color())
+        left.plot(nbytes, limit, "k--", label="all ranks copy as much")
+        right.plot(nbytes, _gigabytes_per_second(nbytes, limit), "k--")
         left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
         right.set(xscale="log", yscale="log", xlabel="bytes", ylabel="GB/s (algbw)")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center")
 
 
-def side_by_side(title: str, unit: str, samples: Mapping[str, Sequence[float]], path: str) -> None:
+def side_by_side(
+    what: str, unit: str, samples: Mapping[str, Sequence[float]], path: str, taken_on: str
+) -> None:
     """Draw the median of each contestant as a bar, and its samples as points, into the file `path`.
 
-    Args: unit: the label of the axis: "ms per step".   samples: by contestant, its times in this unit.
+    Args:
+        what: the measurement, for the title.
+        unit: the label of the axis: "ms per step".
+        samples: by contestant, its times in this unit.
+        taken_on: the ranks, the MPI and the machine, for the title.
     """
-    with _picture(path, 1) as (_, axes):
+    with _picture(path, f"{what} · {taken_on}", 1) as (_, axes):
         medians = list(map(statistics.median, samples.values()))
         axes.barh(list(samples), medians, color="lightsteelblue")
         for place, values in enumerate(samples.values()):
             axes.plot(values, [place] * len(values), "k.", alpha=0.4)
         axes.invert_yaxis()
-        axes.set(xlabel=unit, title=title)
+        axes.set(xlabel=unit)
 
 
-def training(row: Mapping[str, Any], path: str) -> None:
+def training(row: Mapping[str, Any], path: str, taken_on: str) -> None:
     """Draw the median time of a step's parts, and the slowest rank's time of every step, into the file `path`.
 
-    Args: row: a row of `training.train`.
+    Args: row: a row of `training.train`.   taken_on: the ranks, the MPI and the machine, for the title.
     """
-    with _picture(path, 2) as (figure, left, right):
+    what = f"{row['model']}, global batch {row['batch_size']}, {row['input']} input"
+    with _picture(path, f"{what} · {taken_on}", 2) as (_, left, right):
         below = 0.0
         for part in ("input_ms", "compute_ms", "exposed_communication_ms"):
             height = max(0.0, row[part])
@@ -92,4 +115,3 @@ def training(row: Mapping[str, Any], path: str) -> None:
         right.set(xlabel="step", ylabel="ms, the slowest rank's")
         for axes in (left, right):
             axes.legend()
-        figure.suptitle(f"{row['model']}, global batch {row['batch_size']}, {row['input']} input")

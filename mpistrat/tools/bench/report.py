@@ -26,7 +26,8 @@ class Report:
         rows: the results, for the JSON file.
         lines: the results as lines of text, for people.
         more: further keys of the JSON file.
-        draw: draws a picture of the results into the file that its argument names; None: there is no picture.
+        draw: draws a picture of the results. Its arguments: the picture's file, and `taken_on` for the title. None:
+            there is no picture.
         wrong: whether a result was wrong; the exit code is then 1.
     """
 
@@ -35,7 +36,7 @@ class Report:
     rows: Sequence[Row]
     lines: Sequence[str]
     more: Row = field(default_factory=dict)
-    draw: Callable[[str], None] | None = None
+    draw: Callable[[str, str], None] | None = None
     wrong: bool = False
 
     def publish(self, path: str | None = None, picture: str | None = None) -> None:
@@ -59,7 +60,7 @@ class Report:
                 json.dump(content, file, indent=1)
                 file.write("\n")
         if picture and self.draw:
-            self.draw(picture)
+            self.draw(picture, taken_on(self.where))
 
 
 def table_report(
@@ -67,21 +68,25 @@ def table_report(
     rows: Sequence[Row],
     where: Row,
     left_out: Mapping[str, str] = {},
-    draw: Callable[[str], None] | None = None,
+    draw: Callable[[str, str], None] | None = None,
 ) -> Report:
     """Return a report that shows `rows` as a table. It is `wrong` if the "wrong" of any row is true or over 0.
 
     Args: left_out: for each peer (a library to compare with) that takes no part, the reason.
     """
-    taken_on = (
+    notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
+    notes += oversubscription(where)
+    lines = [f"\n{title} · {taken_on(where)}", *distance_in_words(where), *table(rows), *notes]
+    wrong = any(row.get("wrong") for row in rows)
+    return Report(title, where, rows, lines, {"left_out": left_out}, draw, wrong)
+
+
+def taken_on(where: Row) -> str:
+    """Return the ranks, the MPI, the processor and the device of a measurement: "2 ranks · MPICH 5.0.2 · …"."""
+    return (
         f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores · "
         f"{where['device']}"
     )
-    notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
-    notes += oversubscription(where)
-    lines = [f"\n{title} · {taken_on}", *distance_in_words(where), *table(rows), *notes]
-    wrong = any(row.get("wrong") for row in rows)
-    return Report(title, where, rows, lines, {"left_out": left_out}, draw, wrong)
 
 
 def table(rows: Sequence[Row]) -> list[str]:

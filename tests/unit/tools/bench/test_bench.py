@@ -1,18 +1,20 @@
 """`mpistrat-bench`: what it counts, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.node.memory import NodeMemory
-from mpistrat.tools.bench import operations, sweep
+from mpistrat.tools.bench import operations, pictures, sweep
 from mpistrat.tools.bench.command import main
 from mpistrat.tools.bench.command_line import number_of_bytes
 from mpistrat.tools.bench.operations import OPERATIONS
-from mpistrat.tools.bench.report import table_report
+from mpistrat.tools.bench.report import table_report, taken_on
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
 
@@ -117,6 +119,18 @@ def test_an_operand_is_what_it_was_before_each_call() -> None:
         operation()
     assert operation.wrong() == operation.count  # twice what it must be, not eight times
     assert set(np.unique(communicator.memory.window.view("float32"))) == {2, 4, 6}
+
+
+def test_a_picture_says_on_how_many_ranks_and_has_the_fit(tmp_path: Path) -> None:
+    with mpl.rc_context({"svg.fonttype": "none"}):  # letters, not their outlines
+        path = str(tmp_path / "all_reduce.svg")
+        times = {"median": [10.9, 19.0, 100.0]}
+        operands = ("all_reduce", [1000, 10000, 100000], times, [1.0, 2.0, 10.0])
+        pictures.over_sizes(*operands, path, taken_on(surroundings(all_ranks())))
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", Path(path).read_text())
+    assert any(text.startswith("all_reduce · 1 ranks · ") for text in texts)
+    assert any(text.startswith("median: 10 us + 0.9 ns per byte") for text in texts)
+    assert {"bytes", "us", "GB/s (algbw)", "all ranks copy as much"} <= {*texts}
 
 
 def test_files_are_no_argument_of_a_measurement(
