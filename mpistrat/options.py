@@ -59,6 +59,9 @@ class CommunicationImplementation(enum.Enum):
     MPI = "MPI"
 
 
+CollectiveCommunication = CommunicationImplementation  # its name in tf.distribute.experimental
+
+
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
     """Hints for one collective, or for all collectives of a strategy.

@@ -5,20 +5,14 @@ from typing import TYPE_CHECKING
 from mpistrat.machine.first_use import load_on_first_use
 
 if TYPE_CHECKING:
-    from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
+    from mpistrat.cross_device_ops.all_reduce import MpiAllReduce as MpiAllReduce
     from mpistrat.cross_device_ops.all_reduce_of_rank import (
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
     )
-    from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps
-    from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+    from mpistrat.cross_device_ops.all_reduce_of_rank import NcclAllReduce as NcclAllReduce
+    from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+    from mpistrat.cross_device_ops.reduction_to_one_device import (
+        ReductionToOneDevice as ReductionToOneDevice,
+    )
 else:
-    __getattr__, __dir__ = load_on_first_use(__name__)
-
-__all__ = [
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "MpiAllReduce",
-    "NcclAllReduce",
-    "ReductionToOneDevice",
-]
+    __getattr__, __dir__, __all__ = load_on_first_use(__name__)

@@ -1,11 +1,11 @@
 """The `TPUStrategy` of `tf.distribute.experimental`."""
 
 from mpistrat.cluster_resolver import TPUClusterResolver
-from mpistrat.xla.strategy import TPUStrategy
+from mpistrat.xla import strategy
 from mpistrat.xla.topology.device_assignment import DeviceAssignment
 
 
-class ExperimentalTPUStrategy(TPUStrategy):
+class ExperimentalTPUStrategy(strategy.TPUStrategy):
     """`mpistrat.TPUStrategy` with the arguments that it has in `tf.distribute.experimental`.
 
     Called by: every rank of the job.
@@ -27,6 +27,7 @@ class ExperimentalTPUStrategy(TPUStrategy):
         super().__init__(tpu_cluster_resolver, device_assignment)
 
 
+TPUStrategy = ExperimentalTPUStrategy
 # Instances, errors and pickles show the public name.
-ExperimentalTPUStrategy.__module__ = __name__.rpartition(".")[0]
-ExperimentalTPUStrategy.__name__ = ExperimentalTPUStrategy.__qualname__ = TPUStrategy.__name__
+TPUStrategy.__module__ = __name__.rpartition(".")[0]
+TPUStrategy.__name__ = TPUStrategy.__qualname__ = "TPUStrategy"

@@ -5,20 +5,13 @@ from typing import TYPE_CHECKING
 from mpistrat.machine.first_use import load_on_first_use
 
 if TYPE_CHECKING:
-    from mpistrat.input.datasets import BatchedDataset, FileDataset
-    from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
-    from mpistrat.input.element_spec import ArraySpec, PerReplicaSpec
-    from mpistrat.input.input_context import InputContext, ValueContext
+    from mpistrat.input.datasets import BatchedDataset as BatchedDataset
+    from mpistrat.input.datasets import FileDataset as FileDataset
+    from mpistrat.input.distributed_dataset import DistributedDataset as DistributedDataset
+    from mpistrat.input.distributed_dataset import DistributedIterator as DistributedIterator
+    from mpistrat.input.element_spec import ArraySpec as ArraySpec
+    from mpistrat.input.element_spec import PerReplicaSpec as PerReplicaSpec
+    from mpistrat.input.input_context import InputContext as InputContext
+    from mpistrat.input.input_context import ValueContext as ValueContext
 else:
-    __getattr__, __dir__ = load_on_first_use(__name__)
-
-__all__ = [
-    "ArraySpec",
-    "BatchedDataset",
-    "DistributedDataset",
-    "DistributedIterator",
-    "FileDataset",
-    "InputContext",
-    "PerReplicaSpec",
-    "ValueContext",
-]
+    __getattr__, __dir__, __all__ = load_on_first_use(__name__)

@@ -1,14 +1,14 @@
 """Load the names of a package when a program first uses them.
 
-The package writes its imports under `if TYPE_CHECKING:`, where type checkers and readers find them. Python compiles
-these imports but does not run them. `load_on_first_use` reads the imports from the compiled code, because the sources
-may not be installed.
+The package writes its imports under `if TYPE_CHECKING:`, where type checkers and readers find them. Each import has
+the form `from module import name as name`, so type checkers know that the name is public. Python compiles these imports
+but does not run them. `load_on_first_use` reads the imports from the compiled code, because the sources may not be
+installed.
 """
 
 from __future__ import annotations
 
 import dis
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from typing import Any
 
 def load_on_first_use(
     package: str, then: Callable[[str], None] = lambda name: None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return functions to use as `__getattr__` and `__dir__` of `package`. The second returns its `__all__`.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return two functions and a list to use as `__getattr__`, `__dir__` and `__all__` of `package`.
 
     Called by: the package's own `__init__`, directly, while it runs. `__getattr__` imports and returns the object of a
     name, and raises AttributeError for an unknown name.
@@ -38,17 +38,21 @@ def load_on_first_use(
         then(name)
         return value
 
-    return load, functools.partial(getattr, sys.modules[package], "__all__")
+    names = sorted(imports)
+    return load, names.copy, names
 
 
 def _imports_in(code: CodeType) -> dict[str, tuple[str, str]]:
-    """Find the `from … import …` statements in `code`.
+    """Find the `from … import …` statements in `code` under `if TYPE_CHECKING:`.
 
     Returns: for each name that they bind, the module and the object's name in the module.
     """
-    imports, origin, original = {}, "", ""
+    imports: dict[str, tuple[str, str]] = {}
+    origin = original = ""
     for instruction in dis.get_instructions(code):
         match instruction.opname:
+            case "LOAD_NAME" if instruction.argval == "TYPE_CHECKING":
+                imports.clear()  # Python runs the imports above
             case "IMPORT_NAME":
                 origin = instruction.argval
             case "IMPORT_FROM":

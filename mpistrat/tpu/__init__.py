@@ -5,16 +5,10 @@ from typing import TYPE_CHECKING
 from mpistrat.machine.first_use import load_on_first_use
 
 if TYPE_CHECKING:
-    from mpistrat.xla.system import initialize_tpu_system, shutdown_tpu_system
-    from mpistrat.xla.topology.device_assignment import DeviceAssignment, DeviceOrderMode
-    from mpistrat.xla.topology.topology import TpuTopology as Topology
+    from mpistrat.xla.system import initialize_tpu_system as initialize_tpu_system
+    from mpistrat.xla.system import shutdown_tpu_system as shutdown_tpu_system
+    from mpistrat.xla.topology.device_assignment import DeviceAssignment as DeviceAssignment
+    from mpistrat.xla.topology.device_assignment import DeviceOrderMode as DeviceOrderMode
+    from mpistrat.xla.topology.topology import Topology as Topology
 else:
-    __getattr__, __dir__ = load_on_first_use(__name__)
-
-__all__ = [
-    "DeviceAssignment",
-    "DeviceOrderMode",
-    "Topology",
-    "initialize_tpu_system",
-    "shutdown_tpu_system",
-]
+    __getattr__, __dir__, __all__ = load_on_first_use(__name__)

@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from collections import OrderedDict, deque as queue
     from os import path
 else:
-    __getattr__, __dir__ = load_on_first_use(__name__)
+    __getattr__, __dir__, __all__ = load_on_first_use(__name__)
 """
     module = types.ModuleType("module_of_a_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -5,22 +5,14 @@ from typing import TYPE_CHECKING
 from mpistrat.machine.first_use import load_on_first_use
 
 if TYPE_CHECKING:
+    from mpistrat.compat.v1.strategy import CentralStorageStrategy as CentralStorageStrategy
     from mpistrat.compat.v1.strategy import (
-        CentralStorageStrategy,
-        MultiWorkerMirroredStrategy,
-        ParameterServerStrategy,
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     )
-    from mpistrat.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
-    from mpistrat.options import CommunicationImplementation as CollectiveCommunication
+    from mpistrat.compat.v1.strategy import ParameterServerStrategy as ParameterServerStrategy
+    from mpistrat.options import CollectiveCommunication as CollectiveCommunication
+    from mpistrat.options import CollectiveHints as CollectiveHints
+    from mpistrat.options import CommunicationImplementation as CommunicationImplementation
+    from mpistrat.options import CommunicationOptions as CommunicationOptions
 else:
-    __getattr__, __dir__ = load_on_first_use(__name__)
-
-__all__ = [
-    "CentralStorageStrategy",
-    "CollectiveCommunication",
-    "CollectiveHints",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "MultiWorkerMirroredStrategy",
-    "ParameterServerStrategy",
-]
+    __getattr__, __dir__, __all__ = load_on_first_use(__name__)

@@ -17,12 +17,12 @@ from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.parameter_server.strategies.v1_strategy import BetweenGraphStrategy
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategy import Strategy
+from mpistrat.strategy import Strategy as StrategyV2
 
 _NO_SESSIONS = "there are no sessions to read it"
 
 
-class StrategyV1(Strategy):
+class StrategyV1(StrategyV2):
     """A mixin with the methods of `tf.compat.v1.distribute.Strategy` that `Strategy` does not have.
 
     Example:
@@ -199,6 +199,9 @@ class StrategyV1(Strategy):
         return updated
 
 
+Strategy = StrategyV1  # its name in tf.compat.v1.distribute
+
+
 class OneDeviceStrategy(StrategyV1, strategies.OneDeviceStrategy):
     """`mpistrat.OneDeviceStrategy` with the v1 methods.
 
@@ -246,7 +249,7 @@ class ParameterServerStrategy(StrategyV1, BetweenGraphStrategy):
 class _DefaultV1(StrategyV1):
     """The default strategy with the v1 methods; it shares all state with the default strategy."""
 
-    def __init__(self, default: Strategy) -> None:
+    def __init__(self, default: StrategyV2) -> None:
         super().__init__(default.extended)
         self._default = default
 
@@ -265,7 +268,7 @@ class _DefaultV1(StrategyV1):
         return OneDeviceStrategy("cpu:0").make_input_fn_iterator(*args, **kwargs)
 
 
-def get_strategy() -> Strategy:
+def get_strategy() -> StrategyV2:
     """Return the strategy in force; if there is none, the default one with the v1 methods.
 
     Example:

@@ -199,6 +199,9 @@ class PerWorkerValues(PerWorker):
         return self._resource
 
 
+PerWorkerValue = PerWorkerValues  # a name of it in tf.distribute.coordinator
+
+
 class PerWorkerDataset(PerWorker, Iterable[Any]):
     """A dataset with a copy on each worker. Made by: `ClusterCoordinator.create_per_worker_dataset`."""
 

@@ -170,6 +170,9 @@ class TpuTopology:
         )
 
 
+Topology = TpuTopology  # its name in tf.tpu.experimental
+
+
 class _Places:
     """Finds the device at given coordinates.
 
