@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -86,7 +87,7 @@ class KubernetesClusterResolver(ListedTasksResolver):
     def cluster_spec(self) -> ClusterSpec:
         return ClusterSpec(
             {
-                job: [address for selector in selectors for address in self._pods(selector)]
+                job: [*itertools.chain(*map(self._pods, selectors))]
                 for job, selectors in self._selectors.items()
             }
         )

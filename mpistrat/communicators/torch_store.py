@@ -78,7 +78,7 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
         ranks.comm.bcast(listener.getsockname()[1])
         return functools.partial(store_at, listener, ranks.size)
     port = ranks.comm.bcast(None)
-    return lambda: _tcp_store(address, port, ranks.size, False, None)
+    return functools.partial(_tcp_store, address, port, ranks.size, False, None)
 
 
 def _new_file() -> str:

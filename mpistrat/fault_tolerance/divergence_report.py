@@ -131,7 +131,7 @@ class Copies:
 
         Returns: an empty list if all descriptions are equal. Then `_differences` compares the elements.
         """
-        different = {d for thing in self._by_rank for d in thing.descriptions}
+        different = set().union(*(thing.descriptions for thing in self._by_rank))
         if len(different) == 1:
             return []
         shared = os.path.commonprefix(list(different))  # noqa: RUF071 - a prefix by characters is meant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -525,7 +526,7 @@ def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any
         global_size = reader.batch_size * (n if isinstance(reader, FunctionReader) else 1)
         if extended.input.share.workers == 1 and global_size % n == 0:
             size = global_size // n
-    spec = nest.map_structure(lambda leaf: leaf.with_batch(size), spec_of(batch))
+    spec = nest.map_structure(operator.methodcaller("with_batch", size), spec_of(batch))
     if n == 1:
         return spec
     replicas = extended.num_local_replicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -90,7 +91,7 @@ class RankMethods:
 
     def barrier(self) -> None:
         """Wait until every rank has called this method. Inside `run`, every replica calls it."""
-        self._together("barrier", lambda communicator: communicator.barrier(label="barrier()"))
+        self._together("barrier", operator.methodcaller("barrier", label="barrier()"))
 
     def broadcast_object(self, value: Any = None) -> Any:
         """Return rank 0's `value` on every rank. The `value` of other ranks is ignored.

@@ -8,7 +8,8 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mpistrat.machine.private_files import private
@@ -86,9 +87,7 @@ class _Trace:
             self._threads[rank, thread] = details["name"]
         elif activity := _ACTIVITIES.get(event.get("cat", ""), _ACTIVITIES.get(name)):
             last, start = details.get("last to enter", ""), event["ts"] / 1e6
-            if (
-                activity == _WAIT
-            ):  # it and "move bytes" stand behind their collective, and replace it
+            if activity == _WAIT:  # it and "move bytes" follow their collective, and replace it
                 last = self.spans[rank].pop().last
             times = start, start + event["dur"] / 1e6
             self.spans[rank].append(
@@ -98,7 +97,7 @@ class _Trace:
     def seconds(self, rank: int, *activities: str) -> float:
         """Return the seconds that threads of the rank spent on the activities. Seconds in several spans count once."""
         total, reached = 0.0, self._since
-        for each in sorted(self.spans[rank], key=lambda each: each.start):
+        for each in sorted(self.spans[rank], key=attrgetter("start")):
             if each.activity in activities:
                 total += max(0.0, each.end - max(each.start, reached))
                 reached = max(reached, each.end)
@@ -173,7 +172,7 @@ def _draw(trace: _Trace, path: str) -> str:
     from matplotlib import patches, pyplot
 
     start, end, part = _window(trace)
-    rows = [row for rank in trace.names for row in _rows_of(trace, rank, start, end)]
+    rows = [*chain(*(_rows_of(trace, rank, start, end) for rank in trace.names))]
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.32 * len(rows)), layout="constrained")
     for number, (_, spans) in enumerate(rows):  # inner spans come later, and cover the outer ones
         colours = [_COLOURS[each.activity] for each in spans]
@@ -208,6 +207,6 @@ def _rows_of(
     """Yield each thread of the rank that has spans between two times: a name and the spans, outer ones first."""
     spans = [each for each in trace.spans[rank] if each.start < end and each.end > start]
     spans.sort(key=lambda each: (each.thread != "MainThread", each.thread, each.start, -each.end))
-    for thread, of_thread in groupby(spans, key=lambda each: each.thread):
+    for thread, of_thread in groupby(spans, key=attrgetter("thread")):
         is_first = thread == spans[0].thread
         yield trace.names[rank] if is_first else f"{thread}, rank {rank}", list(of_thread)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import datetime
+import itertools
 import os
 import sys
 import threading
@@ -148,7 +149,7 @@ class Steps(DoneWork):
     """Several works as one `torch.distributed.Work`, for coalesced calls. It has ended when all of them have."""
 
     def __init__(self, works: Sequence[DoneWork]) -> None:
-        super().__init__([tensor for work in works for tensor in work.result()])
+        super().__init__([*itertools.chain(*(work.result() for work in works))])
         self._works = works
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:

@@ -28,14 +28,13 @@ class Ranges(spans.NoSpans):
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._kind = functools.cache(lambda name: timeline.kind(name, "range"))
+        self._kind = functools.cache(functools.partial(timeline.kind, category="range"))
         self._kind_of_run = functools.lru_cache(_MOST_FUNCTIONS)(
-            lambda function: timeline.kind("strategy.run", "range", function=function)
+            functools.partial(timeline.kind, "strategy.run", "range")
         )
         self._watches_optimizers = False
-        self._steps = (
-            threading.local()
-        )  # .began: the start of the current step, inside replica() or with a default group
+        # .began: the start of the current step, inside replica() or with a default group
+        self._steps = threading.local()
 
     def begin_steps(self) -> None:
         self._steps.began = self._timeline.now()
@@ -48,7 +47,7 @@ class Ranges(spans.NoSpans):
 
     def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
         self.end_steps()  # they would begin before a run and end within it
-        kind = self._kind_of_run(getattr(fn, "__qualname__", type(fn).__name__))
+        kind = self._kind_of_run(function=getattr(fn, "__qualname__", type(fn).__name__))
         return _Range(self._timeline, kind, "strategy.run")
 
     def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:

@@ -53,7 +53,7 @@ class Blocks(Exchange):
         self.rank, self._size, self._watch = rank, len(segments), watch
         self.unbroken = Unbroken("share memory with others")
         self._words = [memoryview(segment[:PAGE].data).cast("q") for segment in segments]
-        self._others = [peer for peer in range(self._size) if peer != rank]
+        self._others = sorted({*range(self._size)} - {rank})
         self._peers = [self._words[peer] for peer in self._others]
         self._own_first = [rank, *self._others]
         self._slots = slots = [

@@ -43,7 +43,7 @@ class Window(Exchange):
         capacity = (len(segments[rank]) - PAGE) // _BUFFERS
         self.capacity = capacity
         self._segments, self.rank, self._size = segments, rank, len(segments)
-        self._others = [peer for peer in range(self._size) if peer != rank]
+        self._others = sorted({*range(self._size)} - {rank})
         self._address = segments[rank].ctypes.data
         # Slices of memoryviews, since a slice of an array's slice refers to the whole array and not to the first slice.
         memory = segments[rank].data

@@ -32,7 +32,7 @@ class AbortChannel:
 
     def send(self, text: str) -> None:
         """Tell all other ranks that this rank has failed; `text` describes its error. Not collective; does not wait."""
-        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
+        others = sorted({*range(self._comm.size)} - {self._comm.rank})
         # MPI raises on a communicator that has lost a rank. Nothing is sent then, because all ranks know of the loss.
         with contextlib.suppress(MPI.Exception):
             self._unsent += [self._comm.isend(text, rank, TAG) for rank in others]

@@ -256,7 +256,7 @@ def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[
 
     Args: of_the_dead: also count ranks that died in a collective as waiting.
     """
-    return {rank for wait in waits(ranks, of_the_dead=of_the_dead) for rank in wait.missing}
+    return set().union(*(wait.missing for wait in waits(ranks, of_the_dead=of_the_dead)))
 
 
 class FailureDetector:
@@ -454,5 +454,5 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
 
 def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether two ranks made different numbers of calls on a communicator, or a rank is in a call, or died in one."""
-    calls = {made for rank in ranks for made in rank.calls.items()}
+    calls = set().union(*(rank.calls.items() for rank in ranks))
     return any(rank.inside for rank in ranks) or len(calls) > len(dict(calls))

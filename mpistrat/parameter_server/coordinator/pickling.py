@@ -6,6 +6,7 @@ An error about an object that cannot be pickled names the path to the object.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import io
 import pickle
@@ -186,10 +187,8 @@ def _pickles_itself(kind: type) -> bool:
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
-        try:
+        with contextlib.suppress(ValueError):  # not assigned to yet
             yield f"its variable {name!r}", cell.cell_contents
-        except ValueError:  # not assigned to yet
-            continue
     variables = function.__globals__
     names = sorted(_names_of(function.__code__) & variables.keys())
     yield from _labelled("its global variable {!r}", ((name, variables[name]) for name in names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import socket
 import sys
 import time
@@ -81,7 +82,7 @@ def look() -> RankFacts:
 
 def judge(job: Job) -> list[Finding]:
     """Return the findings of all checks about the job. Findings that are the same on several nodes are merged."""
-    return said_once(finding for check in CHECKS for finding in _guarded(check, job))
+    return said_once(itertools.chain(*(_guarded(check, job) for check in CHECKS)))
 
 
 def _guarded(check: Check, job: Job) -> Iterator[Finding]:

@@ -178,7 +178,7 @@ def _fine(ranks: Sequence[RankFacts]) -> Finding:
     masks = [rank.cores.allowed for rank in ranks]
     shares = sorted({intra_op_threads(mask, masks) for mask in masks})
     cores = " to ".join(map(str, sorted({shares[0], shares[-1]})))
-    threads = sorted({text for rank in ranks for text in rank.cores.threads.values()})
+    threads = sorted(set().union(*(rank.cores.threads.values() for rank in ranks)))
     how_many = ", ".join(["as you set them", *threads]) if threads else "as many"
     all_cores = count(len(_cores_of(ranks)), "core")
     return ok(

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -140,7 +141,7 @@ def _between_nodes(
     rates = leaders.gather(links.measure(leaders, begin)) or []
     speeds = leaders.gather(list(network_links())) or []
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
-    return clocks, facts.Links([rate for of_node in rates for rate in of_node], speeds, pairs)
+    return clocks, facts.Links([*itertools.chain(*rates)], speeds, pairs)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def training_steps(work: Work) -> dict[str, Step]:
         context.merge_call(update, (gradients,))
         return loss
 
-    compiled = tf.function(lambda: strategy.run(replica_step))
+    compiled = tf.function(functools.partial(strategy.run, replica_step))
     return {"TensorFlow, ring": lambda: torch.from_numpy(np.array(compiled()))}
 
 
@@ -92,5 +92,5 @@ def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
     def sum_over_replicas() -> Any:
         return tf.distribute.get_replica_context().all_reduce("SUM", tensor)
 
-    compiled = tf.function(lambda: strategy.run(sum_over_replicas))
+    compiled = tf.function(functools.partial(strategy.run, sum_over_replicas))
     return {"TensorFlow, ring": lambda: compiled().numpy()}
