@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,8 @@ import torch.utils.data as data
 from mpistrat.arrays import default_device
 from mpistrat.input import generator_states
 from mpistrat.machine.devices import torch_accelerator
+
+_text = functools.partial(json.dumps, default=torch.Tensor.tolist)  # of a generator's state
 
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
@@ -59,32 +63,38 @@ class RandomState:
         return len(state.get("devices", ())) == len(self._devices)
 
     def begin_at(self, state: dict[str, Any] | None) -> None:
-        """Let the next epoch begin with the generators in `state`, a value of `began`. None leaves them as they are."""
+        """Let the next epoch begin with the generators in `state`, a value of `began`.
+
+        Generators that `state` lacks stay as they are; for None, these are all.
+        """
         self._begin_at = state
 
     @contextmanager
     def of_epoch(self) -> Iterator[None]:
         """A context around `iter(loader)` and the first batch, where samplers draw their order. It sets `began`.
 
-        After `begin_at(state)` it sets the generators to `state`, and at its end puts the global generators back. The
-        samplers' own generators go on from `state`.
+        After `begin_at(state)` it sets the generators to `state`, and at its end puts the global generators back. But a
+        generator that is in `state` already goes on from there, as do the samplers' own: the state was saved between
+        two epochs, and this is the first draw after it.
         """
+        self.began = self.now()
         if self._begin_at is None:
-            self.began = self._capture()
             yield
             return
-        now = self._capture()
-        self.began, self._begin_at = self._begin_at, None
+        now, self._begin_at = self._capture(), None
         self._set(self.began)
         try:
             yield
         finally:
-            now["own"] = [g.get_state() for g in self._of_owners]  # these go on
-            self._set(now)
+            drawn = self._capture()
+            for name, began in self.began.items():
+                if name != "own" and _text(began) != _text(now[name]):
+                    drawn[name] = now[name]
+            self._set(drawn)
 
     def now(self) -> dict[str, Any]:
-        """Return the states at the next epoch's beginning: the argument of `begin_at`, or the present states."""
-        return self._begin_at or self._capture()
+        """Return the states at the next epoch's beginning: those of `begin_at`, or else the present states."""
+        return {**self._capture(), **(self._begin_at or {})}
 
     def _capture(self) -> dict[str, Any]:
         return {

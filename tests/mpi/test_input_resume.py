@@ -160,6 +160,30 @@ def test_the_global_generators_go_on_where_they_were():
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize("source", ["global generator", "own generator", "workers", "stream"])
+def test_a_checkpoint_between_two_epochs_repeats_no_order(source, directory):
+    """The epochs after the restart have the orders, and the program the random numbers, of a run without a restart."""
+
+    def trained(name, seed, epochs):
+        """Train up to a number of epochs, with a checkpoint after each. Returns: what each epoch read and drew."""
+        torch.manual_seed(1 if source == "stream" else seed + RANK)
+        data = distributed(source)
+        epoch = ms.Variable(0)
+        checkpoint = ms.checkpoint.Checkpoint(data=data, epoch=epoch)
+        manager = ms.checkpoint.CheckpointManager(checkpoint, directory / name)
+        manager.restore_or_initialize()
+        found = []
+        while int(epoch) < epochs:
+            found.append((examples(data), torch.rand(2).tolist()))
+            epoch.assign_add(1)
+            manager.save(int(epoch))
+        return found
+
+    whole = trained("whole", 1, 4)
+    assert trained("parts", 1, 2) + trained("parts", 8, 4) == whole
+    assert len({str(order) for order, _ in whole}) == 4
+
+
 def sampled(context):
     mine = TensorDataset(torch.arange(context.input_pipeline_id, EXAMPLES, SIZE))
     return DataLoader(mine, 4, sampler=DistributedSampler(mine, 1, 0))

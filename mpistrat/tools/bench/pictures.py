@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from mpistrat.communicators.costs.model import fitted
 from mpistrat.machine.private_files import private
 
@@ -40,10 +42,6 @@ def _words(part: str) -> str:
     return part.removesuffix("_ms").replace("_", " ")
 
 
-def _gigabytes_per_second(nbytes: Sequence[int], us: Sequence[float]) -> list[float]:
-    return [size / time / 1e3 for size, time in zip(nbytes, us, strict=True)]
-
-
 def over_sizes(
     what: str,
     nbytes: Sequence[int],
@@ -64,14 +62,14 @@ def over_sizes(
         taken_on: the ranks, the MPI and the machine, for the title.
     """
     with _picture(path, f"{what} · {taken_on}", 2) as (figure, left, right):
+        sizes = np.asarray(nbytes, float)
         for name, us in times.items():
-            fit = fitted(nbytes, [1e-6 * time for time in us])
-            (points,) = left.plot(nbytes, us, "o", label=f"{name}: {fit}")
-            line = [1e6 * fit.seconds(size) for size in nbytes]
-            left.plot(nbytes, line, ":", color=points.get_color())
-            right.plot(nbytes, _gigabytes_per_second(nbytes, us), ".-", color=points.get_color())
-        left.plot(nbytes, limit, "k--", label="all ranks copy as much")
-        right.plot(nbytes, _gigabytes_per_second(nbytes, limit), "k--")
+            fit = fitted(nbytes, (1e-6 * np.asarray(us)).tolist())
+            (points,) = left.plot(sizes, us, "o", label=f"{name}: {fit}")
+            left.plot(sizes, 1e6 * (fit.alpha + fit.beta * sizes), ":", color=points.get_color())
+            right.plot(sizes, sizes / us / 1e3, ".-", color=points.get_color())
+        left.plot(sizes, limit, "k--", label="all ranks copy as much")
+        right.plot(sizes, sizes / limit / 1e3, "k--")
         left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
         right.set(xscale="log", yscale="log", xlabel="bytes", ylabel="GB/s (algbw)")
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center")
