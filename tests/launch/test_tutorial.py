@@ -13,13 +13,14 @@ import pytest
 
 from support import console
 from support.clusters.slurm_cluster import SlurmCluster
-from support.console import SavedFile
+from support.console import Command, SavedFile
 from support.documentation import TOP
-from support.harness.mpi_launcher import Job, Launcher
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 *AT_THE_KEYBOARD, IN_SLURM = sorted((TOP / "docs" / "tutorial").glob("[0-9]_*.md"))
 FAILING = {"2_look_at_a_run": 1, "4_three_mistakes": 2, "5_kill_it_and_go_on": 1}  # commands
 MOST_LINES = 12  # of an answer to a mistake
+SECONDS_OF_TORCHRUN = 60  # gloo sometimes hangs at its end
 
 Environment = Mapping[str, str]
 Programs = Callable[[Path, Environment], AbstractContextManager[Environment]]
@@ -70,6 +71,23 @@ def make_programs(folder: Path) -> None:
             (folder / step.name).write_text(step.text)
         elif step.text.startswith("patch "):
             subprocess.run(shlex.split(step.text), cwd=folder, check=True, timeout=10)
+
+
+@pytest.mark.slow
+def test_torchrun_prints_the_same_losses(tmp_path: Path) -> None:
+    """Its return code is not looked at: torch's gloo sometimes dies after the last line."""
+    page = AT_THE_KEYBOARD[0].read_text(encoding="utf-8")
+    (program,) = (step for step in console.steps(page) if isinstance(step, SavedFile))
+    (shown,) = (step for step in console.steps(page) if isinstance(step, Command))
+    (command,) = re.findall(r"^`(torchrun .*)` prints the same losses", page, re.MULTILINE)
+    (tmp_path / program.name).write_text(program.text, encoding="utf-8")
+    environment = of_a_reader(Launcher.named("MPICH").environment())
+    try:
+        printed = run_job(shlex.split(command), environment, SECONDS_OF_TORCHRUN, tmp_path).stdout
+    except subprocess.TimeoutExpired as late:
+        printed = str(late.stdout)
+    losses = [line for line in shown.output.splitlines() if line.startswith("epoch")]
+    assert printed.splitlines() == losses
 
 
 @pytest.mark.slurm

@@ -20,11 +20,10 @@ PAGES = [
     )
 ]
 TROUBLES = "tests/unit/test_troubleshooting.py"
-# Pages that a test does from top to bottom, or all of whose blocks it compares.
-WHOLE_PAGES = {
+# Pages that a test does from top to bottom: it runs their `console` blocks, and saves the files.
+DONE = {
     "docs/migration/": "tests/launch/test_migration.py",
     "docs/tutorial/": "tests/launch/test_tutorial.py",
-    "docs/troubleshooting.md": TROUBLES,
 }
 BENCH = "tests/launch/test_bench_training.py"
 RESULTS = f"{BENCH}::test_every_program_behind_the_results_runs"
@@ -67,6 +66,8 @@ MINUTES = "It takes minutes: benchmarks/results has its last run."
 NOT_HERE = {
     r"git clone .*": NO_NETWORK,
     r"pip install .*": NO_NETWORK,
+    r"python -m venv ~/hour && \. ~/hour/bin/activate": NO_NETWORK,
+    r"mkdir ~/tutorial && cd ~/tutorial": "The tests have folders of their own.",
     r"python -m venv build/peer": NO_NETWORK,
     r"build/peer/bin/pip install .*": NO_NETWORK,
     r"python -m build": NO_NETWORK,
@@ -97,6 +98,10 @@ OTHERS = {
         "PROBLEM  cores: 4 ranks here have 2 cores: they take turns, and MPI's waiting",
     ): (f"{DOCTOR}::test_json_has_the_same_findings"),
     ("docs/frameworks.md", "+import mpistrat as ms"): "timm's train.py is in no package.",
+    (
+        "docs/migration/without_batches.md",
+        "mpistrat: backward() has combined the gradients of 2 ranks, though no loader",
+    ): "tests/launch/test_migration.py::test_backward_says_that_nothing_is_shared_out",
     ("README.md", "mpistrat: 2 ranks on 1 node, backend mpistrat"): (
         "tests/launch/test_release.py::test_the_wheel_runs"
     ),
@@ -106,9 +111,13 @@ OTHERS = {
 def places_of(page: str, block: Block) -> Iterator[str]:
     """The tests that run a block, or the reasons why none does; "" where nothing is known."""
     rows = {**COMMANDS, **NOT_HERE}
-    if whole := [test for start, test in WHOLE_PAGES.items() if page.startswith(start)]:
-        yield from whole
-    elif page in WITH_OUTPUTS and (block.language == "console" or block.is_saved):
+    is_done = block.language == "console" or block.is_saved
+    done = [test for start, test in DONE.items() if is_done and page.startswith(start)]
+    if done:
+        yield from done
+    elif page == "docs/troubleshooting.md" and block.language == "text":
+        yield TROUBLES
+    elif page in WITH_OUTPUTS and is_done:
         yield "tests/launch/test_console_blocks.py"
     elif block.language == "python":
         known = {**dict.fromkeys(PROGRAMS, "tests/launch/test_docs.py::test_programs_run")}

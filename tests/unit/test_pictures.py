@@ -24,6 +24,8 @@ SCRIPTS = sorted({*FOLDER.glob("*.py")} - {FOLDER / "style.py", FOLDER / "record
 PAGES = [TOP / "README.md", *sorted(DOCS.rglob("*.md"))]
 SVG = "{http://www.w3.org/2000/svg}"
 FEWEST_TEXTS, FEWEST_SHAPES, FEWEST_WORDS = 6, 7, 8
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+POINTS = 2.0  # by which another matplotlib may move a shape
 
 
 @pytest.fixture(params=SCRIPTS, ids=lambda script: script.stem)
@@ -37,6 +39,18 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def texts_of(picture: ElementTree.Element) -> list[str]:
     return ["".join(text.itertext()).strip() for text in picture.iter(f"{SVG}text")]
+
+
+def shapes_of(picture: ElementTree.Element) -> tuple[list[str], list[float]]:
+    """The form and the colours of each shape, and the numbers of all. The places of texts are left out."""
+    looks, places = [], []
+    for kind in ("path", "rect", "use"):
+        for shape in picture.iter(SVG + kind):
+            place = " ".join(shape.get(name, "") for name in ("d", "x", "y", "width", "height"))
+            colours = [shape.get(name, "") for name in ("fill", "stroke", "style")]
+            looks.append(" ".join([kind, *NUMBER.sub("", place).split(), *colours]))
+            places += map(float, NUMBER.findall(place))
+    return looks, places
 
 
 def test_there_are_eight_pictures() -> None:
@@ -58,11 +72,12 @@ def test_a_script_draws_its_picture(
     runpy.run_path(str(script), run_name="__main__")
     (made,) = tmp_path.iterdir()
     picture = ElementTree.parse(made).getroot()
-    shapes = [shape for kind in ("path", "rect", "use") for shape in picture.iter(SVG + kind)]
+    looks, places = shapes_of(picture)
     assert len(texts_of(picture)) >= FEWEST_TEXTS
-    assert len(shapes) >= FEWEST_SHAPES
+    assert len(looks) >= FEWEST_SHAPES
     committed = ElementTree.parse(FOLDER / made.name).getroot()
     assert texts_of(picture) == texts_of(committed)
+    assert shapes_of(committed) == (looks, pytest.approx(places, abs=POINTS))
     assert figures or picture.findtext(f"{SVG}title")
     for figure in figures:
         check_layout(figure)

@@ -1,4 +1,4 @@
-"""What the site of docs/ adds to its pages: cards, copy buttons, and the table of tested versions."""
+"""What the site of docs/ adds to its pages: cards, copy buttons, sources, colours, the table of tested versions."""
 
 import re
 import runpy
@@ -10,9 +10,33 @@ import pytest
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
+from sphinx.application import Sphinx
 
 TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"
+
+
+LEGIBLE = 4.5  # a contrast
+PAGE = """
+# A page
+
+```console
+$ true
+```
+
+```{eval-rst}
+.. autoclass:: mpistrat.settings.Setting
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One page, built with docs/conf.py."""
+    pages, built = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("built")
+    (pages / "index.md").write_text(PAGE, encoding="utf-8")
+    Sphinx(pages, DOCS, built, pages / "trees", "html", status=None).build()
+    return built
 
 
 @pytest.fixture
@@ -41,6 +65,44 @@ def test_prompts_and_outputs_are_not_copied(
     assert re.sub(r"<[^>]+>", "", block).strip() == copied
 
 
+def test_a_page_has_copy_buttons_and_links_to_sources(site: Path) -> None:
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert re.search(r'<script src="_static/copybutton\.js\b', page)
+    assert 'href="_modules/mpistrat/settings.html#Setting"' in page
+    sources = (site / "_modules" / "mpistrat" / "settings.html").read_text(encoding="utf-8")
+    assert "class Setting(" in re.sub(r"<[^>]+>", "", sources)
+
+
+@pytest.mark.parametrize("theme", ["", 'body[data-theme="dark"] '])
+def test_lines_of_a_diff_have_legible_colours(site: Path, theme: str) -> None:
+    page = (site / "index.html").read_text(encoding="utf-8")
+    sheets = re.findall(r'href="_static/((?:pygments|site)\.css)', page)
+    assert sorted(sheets) == ["pygments.css", "site.css"]
+    css = "\n".join((site / "_static" / sheet).read_text(encoding="utf-8") for sheet in sheets)
+
+    def of(kind: str, what: str) -> str:
+        rule = rf"^{re.escape(theme)}\.highlight{kind} {{.*?\b{what}: (#\w+)"
+        return re.findall(rule, css, re.MULTILINE)[-1]
+
+    ground = of("", "background")
+    colours = [of(f" .{kind}", "color") for kind in ("gd", "gi", "gu")]
+    assert len({*colours, of("", "color")}) == 4
+    assert min(contrast(colour, ground) for colour in colours) >= LEGIBLE
+
+
+def contrast(colour: str, other: str) -> float:
+    """As WCAG 2 defines it: 1 for one colour twice, 21 for black on white."""
+    dark, light = sorted(map(luminance, (colour, other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[n : n + 2], 16) / 255 for n in (0, 2, 4)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 def test_tested_versions_are_those_of_the_pins(conf: dict[str, Any]) -> None:
     tables = conf["myst_substitutions"]
     pins = (TOP / "scripts/constraints.txt").read_text(encoding="utf-8")
@@ -51,13 +113,6 @@ def test_tested_versions_are_those_of_the_pins(conf: dict[str, Any]) -> None:
     for name in ("tested", "recorded", "declared"):
         assert f"\n{{{{ {name} }}}}\n" in page
         assert len(tables[name].splitlines()) > 4
-
-
-def test_no_two_pages_have_one_title() -> None:
-    pages = sorted(DOCS.rglob("*.md"))
-    titles = [match[1] for page in pages if (match := re.match(r"# (.+)", page.read_text("utf-8")))]
-    assert len(titles) > 40
-    assert len(titles) == len(set(titles))
 
 
 def test_the_index_has_cards_an_install_line_and_code() -> None:

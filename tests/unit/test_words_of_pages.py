@@ -33,6 +33,7 @@ def test_no_two_pages_have_one_title() -> None:
         assert len(found) <= 1, f"{page.name} has several titles"
         if page != README:  # docs/index.md has README's title, and its text
             titles.update(title.casefold() for title in found)
+    assert titles.total() > 40
     assert [title for title, count in titles.items() if count > 1] == []
 
 
