@@ -1,10 +1,11 @@
-"""The tables of tested_versions.md: from the pins of the tests, the recorded results, and pyproject.toml."""
+"""The tables of tested_versions.md: from the pins of the tests, the recorded runs, and pyproject.toml."""
 
 import collections
 import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -12,21 +13,36 @@ else:
     import tomli as tomllib
 
 TOP = Path(__file__).parents[1]
+WHOLE_RUNS = json.loads((TOP / "tests/manifest/whole_runs.json").read_text(encoding="utf-8"))
 MPIS = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
 
 def tested() -> str:
-    """What `scripts/test` installs, and what it runs with it."""
+    """What `scripts/test` installs and runs, with the Python of the recorded runs."""
     pins, old = pins_of("constraints.txt"), pins_of("constraints-tpu.txt")
     mpis = ", ".join(f"{name} {pins[package]}" for package, name in MPIS.items())
+    python = WHOLE_RUNS["python"]
     return _table(
-        ("what runs", "torch", "MPI"),
+        ("what ran", "Python", "torch", "MPI"),
         [
-            ("all tests", pins["torch"], mpis),
-            ("TPUs, on the CPU device of torch_xla " + old["torch-xla"], old["torch"], mpis),
-            ("the backend of torch.distributed, once more", old["torch"], mpis),
+            ("all tests", python, pins["torch"], mpis),
+            (
+                "TPUs, on the CPU device of torch_xla " + old["torch-xla"],
+                python,
+                old["torch"],
+                mpis,
+            ),
+            ("the backend of torch.distributed, once more", python, old["torch"], mpis),
         ],
     )
+
+
+def not_run() -> str:
+    """The Pythons of pyproject.toml that have no recorded run of the tests."""
+    ran = WHOLE_RUNS["python"].rpartition(".")[0]
+    known = re.findall(r" :: (3\.\d+)", " ".join(_project()["classifiers"]))
+    *others, last = (f"Python {version}" for version in known if version != ran)
+    return f"{', '.join(others)} and {last}"
 
 
 def recorded() -> str:
@@ -43,11 +59,15 @@ def recorded() -> str:
 
 def declared() -> str:
     """The oldest versions that pyproject.toml lets pip install."""
-    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = _project()
     extras = project["optional-dependencies"]
     needs = [f"Python{project['requires-python']}", *project["dependencies"], *extras["torch"]]
     rows = [tuple(need.split(">=")) for need in needs]
     return _table(("package", "oldest version"), rows)
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def pins_of(constraints: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ PAGES = [TOP / "README.md", *sorted(DOCS.rglob("*.md"))]
 SVG = "{http://www.w3.org/2000/svg}"
 FEWEST_TEXTS, FEWEST_SHAPES, FEWEST_WORDS = 6, 7, 8
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-POINTS = 2.0  # by which another matplotlib may move a shape
+POINTS = 4.0  # between matplotlib 3.10 and 3.11, which measure texts differently, a shape moves by up to 3.2
 
 
 @pytest.fixture(params=SCRIPTS, ids=lambda script: script.stem)
@@ -43,14 +43,14 @@ def texts_of(picture: ElementTree.Element) -> list[str]:
 
 def shapes_of(picture: ElementTree.Element) -> tuple[list[str], list[float]]:
     """The form and the colours of each shape, and the numbers of all. The places of texts are left out."""
-    looks, places = [], []
+    forms, places = [], []
     for kind in ("path", "rect", "use"):
         for shape in picture.iter(SVG + kind):
             place = " ".join(shape.get(name, "") for name in ("d", "x", "y", "width", "height"))
             colours = [shape.get(name, "") for name in ("fill", "stroke", "style")]
-            looks.append(" ".join([kind, *NUMBER.sub("", place).split(), *colours]))
+            forms.append(" ".join([kind, *NUMBER.sub("", place).split(), *colours]))
             places += map(float, NUMBER.findall(place))
-    return looks, places
+    return forms, places
 
 
 def test_there_are_eight_pictures() -> None:
@@ -72,12 +72,12 @@ def test_a_script_draws_its_picture(
     runpy.run_path(str(script), run_name="__main__")
     (made,) = tmp_path.iterdir()
     picture = ElementTree.parse(made).getroot()
-    looks, places = shapes_of(picture)
+    forms, places = shapes_of(picture)
     assert len(texts_of(picture)) >= FEWEST_TEXTS
-    assert len(looks) >= FEWEST_SHAPES
+    assert len(forms) >= FEWEST_SHAPES
     committed = ElementTree.parse(FOLDER / made.name).getroot()
     assert texts_of(picture) == texts_of(committed)
-    assert shapes_of(committed) == (looks, pytest.approx(places, abs=POINTS))
+    assert shapes_of(committed) == (forms, pytest.approx(places, abs=POINTS))
     assert figures or picture.findtext(f"{SVG}title")
     for figure in figures:
         check_layout(figure)

