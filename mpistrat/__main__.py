@@ -7,19 +7,25 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpistrat.tools.doctor.facts import Launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name. Called by: every rank; for `trace` and `init`, one process.
 
     Args: arguments: the command line without the program's name; None: that of this process.
-    Returns: the exit code: 0; 1 if the command failed, or the doctor found a problem; 2 if several ranks call `init`.
-    Raises: SystemExit for wrong usage and --version, and always for `mpistrat run`.
+    Returns: the exit code: 0; 1 if the command failed, or the doctor found a problem.
+    Raises: SystemExit for --version and wrong usage, such as `init` on several ranks, and always for `mpistrat run`.
     """
     words = sys.argv[1:] if arguments is None else [*arguments]
     if words[:1] == ["bench"]:
         return _bench(argparse.Namespace(words=words[1:]))
     top = _parser()
+    if words and words[0].endswith(".py"):
+        top.error(f"{words[0]} is no command: mpistrat run {words[0]}")
     parsed = top.parse_args(words)
     if parsed.print_completion:
         return _print_completion(top, parsed.print_completion)
@@ -52,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--keep-backend", action="store_true", help=keeps)
     runs.add_argument("-m", dest="module", action="store_true", help="run a module by its name")
     runs.add_argument("program", metavar="SCRIPT or MODULE")
-    runs.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    rest = runs.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    rest.required = False  # else errors name it among the missing
     doctor.add_argument("--json", action="store_true", help="print all facts and findings as JSON")
     trace.add_argument("folder", metavar="FOLDER", help="the folder that MPISTRAT_TRACE named")
     init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to write (.)")
@@ -112,6 +119,7 @@ def _trace(parsed: argparse.Namespace) -> int:
     """
     from mpistrat.tools.timeline import run
 
+    _alone(parsed)
     return run(parsed.folder)
 
 
@@ -125,7 +133,17 @@ def _init(parsed: argparse.Namespace) -> int:
     """
     from mpistrat.tools.init.command import run
 
-    return run(parsed.folder)
+    return run(parsed.folder, _alone(parsed))
+
+
+def _alone(parsed: argparse.Namespace) -> Launch:
+    """Return the facts of this process's launcher. Raises: SystemExit on each rank of a job of several ranks."""
+    from mpistrat.tools.doctor.nodes import look
+
+    launch = look()
+    if launch.of_several:
+        parsed.error("start it once, without mpirun or srun") if launch.speaks else sys.exit(2)
+    return launch
 
 
 def _print_completion(top: argparse.ArgumentParser, shell: str) -> int:

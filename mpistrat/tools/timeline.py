@@ -60,7 +60,8 @@ class _Trace:
         names: for each rank, its name: "rank 2 on node1".
         spans: for each rank, the spans of its threads.
         steps: the times when steps of the lowest rank began.
-    Raises: OSError if the file cannot be read; ValueError if it has no events.
+        since: sums begin at this time, the second step's; 0 for two steps or fewer.
+    Raises: OSError if the file cannot be read; LookupError or ValueError if it is damaged or has no events.
     """
 
     def __init__(self, path: str) -> None:
@@ -72,11 +73,11 @@ class _Trace:
                 if line.startswith('{"ph"'):
                     self._add(json.loads(line.rstrip(",\n")))
         if not self.spans:
-            raise ValueError(f"{path} has no events")
+            raise LookupError("no events")
         first = self.spans[min(self.spans)]
         self.steps = sorted(each.start for each in first if each.name in ("strategy.run", "step"))
         # The first step is left out of the sums: first calls, connections and imports make it long.
-        self._since = self.steps[1] if len(self.steps) > 2 else 0.0
+        self.since = self.steps[1] if len(self.steps) > 2 else 0.0
 
     def _add(self, event: dict[str, Any]) -> None:
         rank, thread, name = event["pid"], event["tid"], event["name"]
@@ -94,14 +95,26 @@ class _Trace:
                 _Span(self._threads[rank, thread], *times, activity, name, last)
             )
 
-    def seconds(self, rank: int, *activities: str) -> float:
-        """Return the seconds that threads of the rank spent on the activities. Seconds in several spans count once."""
-        total, reached = 0.0, self._since
-        for each in sorted(self.spans[rank], key=attrgetter("start")):
-            if each.activity in activities:
+    def has(self, activity: str) -> bool:
+        return any(each.activity == activity for spans in self.spans.values() for each in spans)
+
+    def seconds(self, rank: int, *activities: str, beside: bool = False) -> float:
+        """Return the seconds that the rank spent on the activities. Seconds in several spans count once.
+
+        Args: beside: count the threads beside those that make steps, not these. Without steps, no thread is beside.
+        """
+        total, reached, spans = 0.0, self.since, self.spans[rank]
+        trains = {each.thread for each in spans if each.activity == _COMPUTE}
+        for each in sorted(spans, key=attrgetter("start")):
+            if each.activity in activities and (each.thread in trains or not trains) != beside:
                 total += max(0.0, each.end - max(each.start, reached))
                 reached = max(reached, each.end)
         return total
+
+    def share(self, rank: int, *activities: str, beside: bool = False) -> float:
+        """Return the `seconds` as a part of the rank's time."""
+        total = max(self.seconds(rank, *_COLOURS), 1e-9)
+        return self.seconds(rank, *activities, beside=beside) / total
 
     def waited_for(self) -> dict[str, float]:
         """Return the seconds that ranks have waited for another rank, by its name: "rank 2"."""
@@ -109,7 +122,7 @@ class _Trace:
         for rank, spans in self.spans.items():
             for each in spans:
                 if each.activity == _WAIT and each.last not in ("", f"rank {rank}"):
-                    found[each.last] += max(0.0, each.end - max(each.start, self._since))
+                    found[each.last] += max(0.0, each.end - max(each.start, self.since))
         return found
 
 
@@ -117,51 +130,62 @@ def run(folder: str) -> int:
     """Make `trace.json` in the folder if it is missing or older than a rank's part, draw it, and print a summary.
 
     Args: folder: the folder that MPISTRAT_TRACE named.
-    Returns: the exit code: 0, or 1 if there is no trace, or no matplotlib to draw it.
+    Returns: the exit code: 0, or 1 if there is no trace, no matplotlib to draw it, or no place for the picture.
     """
     path, picture = merging.trace_of(folder), os.path.join(folder, "timeline.png")
+    can_draw = importlib.util.find_spec("matplotlib") is not None
+    error: object = "a picture needs matplotlib: pip install matplotlib"
     try:
         if merging.is_outdated(folder):
             print(merging.merge(folder).describe())
         trace = _Trace(path)
-    except (OSError, ValueError) as error:
+        lines = [*_summary(trace), *_advice(trace, "the picture" if can_draw else path)]
+        if can_draw:
+            lines.insert(0, f"{picture} shows {_draw(trace, picture)}.")
+            error = ""
+        print(*lines, sep="\n")
+    except OSError as failed:
+        error = failed
+    except (LookupError, ValueError):
+        error = f"{path} is damaged, or has no events: remove it, and trace the job again"
+    if error:
         print(f"mpistrat trace: {error}", file=sys.stderr)
-        return 1
-    can_draw = importlib.util.find_spec("matplotlib") is not None
-    if can_draw:
-        print(f"{picture} shows {_draw(trace, picture)}.")
-    else:
-        print("mpistrat trace: a picture needs matplotlib: pip install matplotlib", file=sys.stderr)
-    print(*_summary(trace), *_advice(trace), sep="\n")
-    return int(not can_draw)
+    return int(bool(error))
 
 
 def _summary(trace: _Trace) -> Iterator[str]:
-    """Yield a line for each rank: its seconds after the first step, and how many it waited, moved bytes, read input."""
+    """Yield a line for each rank: its seconds, and how many it waited, moved bytes and read input ("–": not known)."""
     wide = max(map(len, trace.names.values()))
-    yield f"{'after the first step':{wide}}{'waiting':>19}{'moving bytes':>18}{'input':>18}"
+    part = "after the first step" if trace.since else "the whole trace"
+    yield f"{part:{max(wide, 20)}}{'waiting':>19}{'moving bytes':>18}{'input':>18}"
     for rank, name in trace.names.items():
-        total = trace.seconds(rank, *_COLOURS)
-        parts = [trace.seconds(rank, activity) for activity in _LOSSES]
-        columns = (f"{part:8.2f} s {part / max(total, 1e-9):6.1%}" for part in parts)
-        yield f"{name:{wide}} {total:8.2f} s" + "".join(columns)
+        parts = [f"{trace.seconds(rank, a):8.2f} s {trace.share(rank, a):6.1%}" for a in _LOSSES]
+        if not trace.has(_INPUT):
+            parts[-1] = f"{'–':>17}"
+        yield f"{name:{wide}} {trace.seconds(rank, *_COLOURS):8.2f} s" + "".join(parts)
 
 
-def _advice(trace: _Trace) -> Iterator[str]:
-    """Yield the rank that the others waited for longest, and advice about the activity that ranks lose most time by."""
+def _advice(trace: _Trace, where: str) -> Iterator[str]:
+    """Yield the rank that the others waited for longest, and advice about the activity that ranks lose most time by.
+
+    Args: where: the place to look in for single spans.
+    """
     most, largest = max(
-        (trace.seconds(rank, activity) / max(trace.seconds(rank, *_COLOURS), 1e-9), activity)
-        for rank in trace.names
-        for activity in _LOSSES
+        (trace.share(rank, activity), activity) for rank in trace.names for activity in _LOSSES
     )
     waits, advice = trace.waited_for(), _LOSSES[largest]
     if waits:
         slowest, total = max(waits, key=waits.__getitem__), sum(waits.values())
         yield f"The others waited longest for {slowest}: {waits[slowest]:.2f} s of {total:.2f} s."
         if largest == _WAIT and waits[slowest] > total / 2:
-            advice = f"Look in the picture for the work of {slowest} while the others wait."
-    is_much = most >= _MUCH
-    yield advice if is_much else "No rank loses a tenth of its time so: compute faster."
+            advice = f"Look in {where} for the work of {slowest} while the others wait."
+    beside = max(trace.share(rank, _WAIT, _MOVE, beside=True) for rank in trace.names)
+    if beside >= _MUCH:
+        yield f"Other threads communicated for {beside:.1%} of a rank's time, perhaps while it computed."
+    if most >= _MUCH:
+        yield advice
+    elif trace.has(_INPUT) and beside < _MUCH:
+        yield "No rank loses a tenth of its time so: compute faster."
 
 
 def _draw(trace: _Trace, path: str) -> str:

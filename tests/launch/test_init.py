@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Launcher, run_job
@@ -23,13 +24,34 @@ def test_the_training_and_its_test(launcher: Launcher, tmp_path: Path) -> None:
     tested = run_job(command, launcher.environment(), 120, folder)
     assert tested.returncode == 0, tested.output
     assert "1 passed" in tested.stdout
+    bare = launcher.environment() | {"PATH": "/bin-of-nothing"}
+    refused = run_job(command, bare, 60, folder)
+    assert "there is no mpiexec and no srun here: load the module of your MPI" in refused.stdout
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == NAMES
+
+
+def test_the_model_stays_after_a_training(tmp_path: Path) -> None:
+    launcher = Launcher.named("MPICH")
+    made = run_job(INIT, launcher.environment(), 60, tmp_path)
+    assert made.returncode == 0, made.output
+    job = launcher.run_python(2, "train.py", cwd=tmp_path, seconds=60)
+    assert job.returncode == 0, job.output
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert {*state} == {"weight", "bias"}
+
+
+def test_ranks_draw_no_trace(launcher: Launcher, tmp_path: Path) -> None:
+    """They would write the same files at the same time."""
+    job = launcher.run_python(2, "-m", "mpistrat", "trace", ".", cwd=tmp_path)
+    assert job.returncode != 0
+    assert job.stderr.count("mpistrat trace: error: start it once, without mpirun or srun\n") == 1
+    assert "no part of a trace" not in job.stderr
 
 
 def test_ranks_write_nothing(launcher: Launcher, tmp_path: Path) -> None:
     job = launcher.run_python(2, "-m", "mpistrat", "init", cwd=tmp_path)
     assert job.returncode != 0
-    assert job.stderr.count("mpistrat init: start it once, without mpirun or srun\n") == 1
+    assert job.stderr.count("mpistrat init: error: start it once, without mpirun or srun\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from contextlib import ExitStack
 from importlib.resources import files
@@ -11,23 +12,20 @@ from importlib.resources import files
 from mpistrat.cluster_resolver.launcher import OPEN_MPI, environment_of_children
 from mpistrat.tools.doctor import cuda_driver, nodes
 from mpistrat.tools.doctor.children import ask
+from mpistrat.tools.doctor.facts import Launch
 from mpistrat.tools.doctor.mpi_library import command_family
 
 _NAMES = ("train.py", "train.sbatch", "test_train.py")
 
 
-def run(folder: str) -> int:
-    """Write the three files, and print the next commands. A rank of a job of several ranks writes nothing.
+def run(folder: str, launch: Launch) -> int:
+    """Write the three files, and print the next commands.
 
-    Args: folder: where to write; made if it is missing.
-    Returns: the exit code: 0; 1 if a file is there already or cannot be written; 2 for several ranks. Then no file was
-        written.
+    Args:
+        folder: where to write; made if it is missing.
+        launch: the facts of this process's launcher and of Slurm.
+    Returns: the exit code: 0; 1 if a file is there already or cannot be written. Then no file was written.
     """
-    launch = nodes.look()
-    if launch.of_several:
-        if launch.speaks:
-            print("mpistrat init: start it once, without mpirun or srun", file=sys.stderr)
-        return 2
     there = [name for name in _NAMES if os.path.lexists(os.path.join(folder, name))]
     if there:
         what = f"there is {', '.join(there)} in {folder} already"
@@ -46,7 +44,8 @@ def run(folder: str) -> int:
         print(f"mpistrat init: {error}", file=sys.stderr)
         return 1
     print(f"Wrote {', '.join(_NAMES)} in {folder}. Next, in that folder:")
-    print("  mpirun -n 2 python train.py\n  pytest test_train.py\n  sbatch train.sbatch")
+    print("  mpirun -n 2 python train.py\n  pip install pytest\n  python -m pytest test_train.py")
+    print("  sbatch train.sbatch")
     return 0
 
 
@@ -55,7 +54,7 @@ def _filled(template: str, mpirun_version: str) -> str:
     count, cores, gpus, partition = _nodes()
     tasks = gpus or min(2, cores)
     modules = os.environ.get("LOADEDMODULES", "").replace(":", " ")
-    venv = sys.prefix * (sys.prefix != sys.base_prefix)
+    venv = sys.prefix != sys.base_prefix and shlex.quote(sys.prefix)
     for line, filled, is_known in (
         ("Training on CPUs.*", "Start it: sbatch train.sbatch", True),
         (r" The other scripts of this folder.*", "", True),
@@ -75,12 +74,10 @@ def _filled(template: str, mpirun_version: str) -> str:
 
 def _nodes() -> tuple[int, int, int, str]:
     """Return the default partition's nodes, its cores and GPUs per node, and its name; without Slurm this machine's."""
-    lines = _ask("sinfo", "--noheader", "--format=%P|%D|%c|%G").splitlines()
-    for line in lines:
-        partition, count, cores, devices = line.split("|")
-        if partition.endswith("*"):
-            gpus = re.search(r"gpu:(?:\w+:)?(\d+)", devices)
-            return int(count), int(cores.rstrip("+")), int(gpus[1]) if gpus else 0, partition[:-1]
+    answer = _ask("sinfo", "--noheader", "--format=%P|%D|%c|%G")
+    if found := re.search(r"^(.+)\*\|(\d+)\+?\|(\d+)\+?\|(.*)", answer, re.MULTILINE):
+        gpus = re.search(r"gpu:(?:[^:,(]+:)?(\d+)(?=[(,]|$)", found[4])
+        return int(found[2]), int(found[3]), int(gpus[1]) if gpus else 0, found[1]
     return 2, len(os.sched_getaffinity(0)), len(cuda_driver.look().gpus), ""
 
 

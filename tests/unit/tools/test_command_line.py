@@ -35,6 +35,22 @@ def test_each_command_ends_its_help_with_an_example(
     assert f"mpistrat {name}" in " ".join(last.split())
 
 
+def test_a_script_in_place_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train.py", "--epochs", "3"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "mpistrat: error: train.py is no command: mpistrat run train.py\n"
+    )
+
+
+def test_run_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("are required: SCRIPT or MODULE\n")
+
+
 def test_bash_completes_the_commands() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mpistrat", "--print-completion", "bash"],
@@ -77,9 +93,18 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_batch_script_has_the_facts_of_the_cluster(cluster: Path) -> None:
+def test_the_batch_script_has_the_facts_of_the_cluster(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = cluster / "new"
     assert main(["init", str(folder)]) == 0
+    assert capsys.readouterr().out == (
+        f"Wrote train.py, train.sbatch, test_train.py in {folder}. Next, in that folder:\n"
+        "  mpirun -n 2 python train.py\n"
+        "  pip install pytest\n"
+        "  python -m pytest test_train.py\n"
+        "  sbatch train.sbatch\n"
+    )
     lines = (folder / "train.sbatch").read_text().splitlines()
     for expected in (
         "#SBATCH --partition=gpu",
@@ -101,6 +126,35 @@ def test_the_batch_script_has_the_facts_of_the_cluster(cluster: Path) -> None:
         timeout=60,
     )
     assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("gpu*|4+|56|gpu:2g.10gb:8", ("nodes=2", "gpus-per-node=8", "partition=gpu")),
+        ("a b*|1|8|fpga:1,gpu:a100-sxm:4(S:0)", ("nodes=1", "gpus-per-node=4", "partition=a b")),
+        ("gpu*|3|8|gpu:2,tmpdisk:9", ("nodes=2", "gpus-per-node=2", "partition=gpu")),
+        ("cpu*|3|8|(null)", ("nodes=2", "cpus-per-task=4", "partition=cpu")),
+        ("slurm_load_partitions: Unable to contact slurm controller", ("nodes=2",)),
+    ],
+)
+def test_answers_of_slurm(cluster: Path, answer: str, expected: tuple[str, ...]) -> None:
+    sinfo = cluster / "bin" / "sinfo"
+    sinfo.write_text(f"#!/bin/sh\necho 'sinfo: a | warning' >&2\necho '{answer}'\n")
+    assert main(["init", str(cluster / "new")]) == 0
+    script = (cluster / "new" / "train.sbatch").read_text()
+    for option in expected:
+        assert f"\n#SBATCH --{option}\n" in script, option
+    assert ("--gpus-per-node" in script) == ("gpu:" in answer)
+
+
+def test_an_environment_with_a_blank_in_its_name(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", "/home/me/my env")
+    assert main(["init", str(cluster / "new")]) == 0
+    script = (cluster / "new" / "train.sbatch").read_text()
+    assert "\nsource '/home/me/my env'/bin/activate\n" in script
 
 
 def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,24 @@ ORANGE, YELLOW = (0xD5, 0x5E, 0x00), (0xF0, 0xE4, 0x42)  # the others are waited
 
 
 def record(
-    folder: Path, steps: int, late: int, *, moves_only: bool = False, reads: int = 1
+    folder: Path,
+    steps: int,
+    late: int,
+    *,
+    moves_only: bool = False,
+    reads: int = 1,
+    work: int = 10,
+    beside: bool = False,
 ) -> None:
-    """Two ranks: rank 1 enters the collective of each step `late` ms after rank 0; it moves bytes for 5 ms."""
+    """Two ranks: rank 1 enters the collective of each step `late` ms after rank 0; it moves bytes for 5 ms.
+
+    Args:
+        reads: ms that a rank reads input.
+        work: ms until rank 0 enters the collective.
+        beside: another thread than the step's makes the collectives.
+    """
     for rank in range(2):
+        pool = ThreadPoolExecutor(1, "A helper")
         timeline = Timeline(str(folder), rank, 2, f"node{rank}", "clock")
         run = timeline.kind("strategy.run", "range", function="step")
         read = timeline.kind("next(iterator)", "range")
@@ -27,13 +42,19 @@ def record(
         began = timeline.now()
         for step in range(steps):
             start = began + step * STEP * MILLISECOND
-            entered = start + (10 + late * rank) * MILLISECOND
-            together = start + (10 + late) * MILLISECOND
+            entered = start + (work + late * rank) * MILLISECOND
+            together = start + (work + late) * MILLISECOND
             left = together + 5 * MILLISECOND
-            timeline.add(read, start, start + reads * MILLISECOND)
-            timeline.add_collective(call, entered, 0 if moves_only else together, left, step)
+            if reads:
+                timeline.add(read, start, start + reads * MILLISECOND)
+            times = entered, 0 if moves_only else together, left
+            if beside:
+                pool.submit(timeline.add_collective, call, *times, step).result(60)
+            else:
+                timeline.add_collective(call, *times, step)
             timeline.add(run, start + reads * MILLISECOND, left)
         timeline.close()
+        pool.shutdown()
 
 
 def test_seconds_of_each_rank_after_the_first_step(
@@ -79,12 +100,98 @@ def test_the_picture_and_the_advice(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         ({"late": 0, "moves_only": True}, "Move fewer bytes: "),
         ({"late": 0, "reads": 9}, "Read faster: "),
+        ({"late": 3, "reads": 9}, "Read faster: "),
+        ({"late": 0}, "Move fewer bytes: "),
     ],
 )
 def test_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str], how: dict, advice: str) -> None:
     record(tmp_path, steps=4, **how)
     assert main(["trace", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(advice)
+
+
+def test_without_input_it_says_nothing_of_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a program of torch.distributed."""
+    record(tmp_path, steps=4, late=0, reads=0, work=90)
+    assert main(["trace", str(tmp_path)]) == 0
+    head, first, second, _ = capsys.readouterr().out.splitlines()[-4:]
+    assert head.startswith("after the first step ")
+    for line in (first, second):
+        assert re.fullmatch(r"rank \d on node\d +[\d.]+ s( +[\d.]+ s +[\d.]+%){2} +–", line)
+    record(tmp_path, steps=4, late=0, work=90)
+    assert main(["trace", str(tmp_path)]) == 0
+    faster = "No rank loses a tenth of its time so: compute faster."
+    assert capsys.readouterr().out.splitlines()[-1] == faster
+
+
+def test_waits_beside_the_training_are_no_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A communication thread waits while the step computes. Its row stands below its rank's."""
+    from matplotlib import pyplot
+
+    record(tmp_path, steps=4, late=60, beside=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        assert main(["trace", str(tmp_path)]) == 0
+    _, _, first, second, waited, last = capsys.readouterr().out.splitlines()[-6:]
+    for line in (first, second):
+        assert "    0.00 s   0.0%    0.00 s   0.0%    0.00 s " in line
+    assert waited == "The others waited longest for rank 1: 0.18 s of 0.18 s."
+    beside = r"Other threads communicated for 8\d.\d% of a rank's time, perhaps while it computed."
+    assert re.fullmatch(beside, last)
+    (axes,) = pyplot.gcf().axes
+    pyplot.close()
+    rows = [
+        (label.get_text(), len(bars.get_paths()))
+        for label, bars in zip(axes.get_yticklabels(), axes.collections, strict=True)
+    ]
+    # Three steps, each with its input and its computation, or its wait and its bytes.
+    assert rows == [
+        (name, 6)
+        for rank in range(2)
+        for name in (f"rank {rank} on node{rank}", f"A helper_0, rank {rank}")
+    ]
+
+
+def test_a_trace_of_two_steps_is_summed_as_a_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, steps=2, late=40)
+    assert main(["trace", str(tmp_path)]) == 0
+    *_, head, first, _, _, _ = capsys.readouterr().out.splitlines()
+    assert head.startswith("the whole trace      ")
+    assert re.findall(r"([\d.]+) s ", first)[:2] == ["0.11", "0.08"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        '{"ph":"X"',
+        '{"ph":"X","pid":0,"tid":1}',
+        '{"ph":"X","pid":0,"tid":1,"name":"step","ts":1,"dur":1}',
+        '{"ph":"X","pid":0,"tid":1,"name":"wait for the others","cat":"waiting","ts":1,"dur":1}',
+    ],
+)
+def test_a_damaged_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    assert main(["trace", str(tmp_path)]) == 1
+    error = "is damaged, or has no events: remove it, and trace the job again"
+    assert capsys.readouterr().err == f"mpistrat trace: {tmp_path}/trace.json {error}\n"
+
+
+def test_a_picture_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, steps=2, late=1)
+    (tmp_path / "timeline.png").mkdir()
+    assert main(["trace", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("mpistrat trace: [Errno 21] Is a directory: ")
+    assert error.count("\n") == 1
 
 
 def test_an_older_trace_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,12 +208,10 @@ def test_without_a_trace_or_matplotlib(
 ) -> None:
     assert main(["trace", str(tmp_path)]) == 1
     assert "no part of a trace (rank-0.part, …) is in " in capsys.readouterr().err
-    record(tmp_path, steps=2, late=1)
+    record(tmp_path, steps=2, late=40)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["trace", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert printed.err == "mpistrat trace: a picture needs matplotlib: pip install matplotlib\n"
     assert "rank 1 on node1" in printed.out
-    (tmp_path / "trace.json").write_text("{}")
-    assert main(["trace", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"mpistrat trace: {tmp_path}/trace.json has no events\n"
+    assert f"\nLook in {tmp_path}/trace.json for the work of rank 1 while " in printed.out
