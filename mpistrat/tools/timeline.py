@@ -98,23 +98,23 @@ class _Trace:
     def has(self, activity: str) -> bool:
         return any(each.activity == activity for spans in self.spans.values() for each in spans)
 
-    def seconds(self, rank: int, *activities: str, beside: bool = False) -> float:
+    def seconds(self, rank: int, *activities: str, others: bool = False) -> float:
         """Return the seconds that the rank spent on the activities. Seconds in several spans count once.
 
-        Args: beside: count the threads beside those that make steps, not these. Without steps, no thread is beside.
+        Args: others: count the threads that make no steps, and not those that do. Without steps, all threads do.
         """
         total, reached, spans = 0.0, self.since, self.spans[rank]
         trains = {each.thread for each in spans if each.activity == _COMPUTE}
         for each in sorted(spans, key=attrgetter("start")):
-            if each.activity in activities and (each.thread in trains or not trains) != beside:
+            if each.activity in activities and (each.thread in trains or not trains) != others:
                 total += max(0.0, each.end - max(each.start, reached))
                 reached = max(reached, each.end)
         return total
 
-    def share(self, rank: int, *activities: str, beside: bool = False) -> float:
+    def share(self, rank: int, *activities: str, others: bool = False) -> float:
         """Return the `seconds` as a part of the rank's time."""
         total = max(self.seconds(rank, *_COLOURS), 1e-9)
-        return self.seconds(rank, *activities, beside=beside) / total
+        return self.seconds(rank, *activities, others=others) / total
 
     def waited_for(self) -> dict[str, float]:
         """Return the seconds that ranks have waited for another rank, by its name: "rank 2"."""
@@ -179,12 +179,12 @@ def _advice(trace: _Trace, where: str) -> Iterator[str]:
         yield f"The others waited longest for {slowest}: {waits[slowest]:.2f} s of {total:.2f} s."
         if largest == _WAIT and waits[slowest] > total / 2:
             advice = f"Look in {where} for the work of {slowest} while the others wait."
-    beside = max(trace.share(rank, _WAIT, _MOVE, beside=True) for rank in trace.names)
-    if beside >= _MUCH:
-        yield f"Other threads communicated for {beside:.1%} of a rank's time, perhaps while it computed."
+    others = max(trace.share(rank, _WAIT, _MOVE, others=True) for rank in trace.names)
+    if others >= _MUCH:
+        yield f"Other threads communicated for {others:.1%} of a rank's time, perhaps while it computed."
     if most >= _MUCH:
         yield advice
-    elif trace.has(_INPUT) and beside < _MUCH:
+    elif trace.has(_INPUT) and others < _MUCH:
         yield "No rank loses a tenth of its time so: compute faster."
 
 
