@@ -2,28 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AbortedError",
-    "CancelledError",
-    "ClosureInputError",
-    "CollectiveMismatchError",
-    "DeadlineExceededError",
-    "DivergenceError",
-    "FailedPreconditionError",
-    "InvalidArgumentError",
-    "NotFoundError",
-    "OpError",
-    "OutOfRangeError",
-    "RankLostError",
-    "StallError",
-    "TooFewReplicasError",
-    "TopologyError",
-    "UnavailableError",
-]
-
-
-def __dir__() -> list[str]:
-    return __all__
+from typing import TYPE_CHECKING
 
 
 class OpError(Exception):
@@ -288,3 +267,11 @@ class TopologyError(RuntimeError):
 
     Troubleshooting: TopologyError
     """
+
+
+def __dir__() -> list[str]:
+    return [name for name in globals() if name.endswith("Error")]
+
+
+if not TYPE_CHECKING:  # type checkers find the classes without it
+    __all__ = __dir__()

@@ -131,7 +131,7 @@ def test_lines_of_ours_are_texts_of_the_package() -> None:
         assert any(" ".join(words[i : i + 3]) in code for i in range(1, len(words) - 2)), words
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+@pytest.mark.parametrize("name", dir(errors))
 def test_each_error_has_its_heading(name: str) -> None:
     assert inspect.getdoc(getattr(errors, name)).endswith(f"\n\nTroubleshooting: {name}")
     if words := WORDS[name]:
