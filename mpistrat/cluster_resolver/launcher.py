@@ -301,6 +301,20 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
     )
 
 
+def check_torchrun(environ: Mapping[str, str]) -> None:
+    """Check that torchrun has not started several processes.
+
+    Called by: `start_mpi`, if there is one rank, and no rank has started this process.
+    Raises: TopologyError if torchrun has started several processes.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ and (size := _number(environ, "WORLD_SIZE") or 1) > 1:
+        raise TopologyError(
+            f"torchrun has started {size} processes (WORLD_SIZE={size}), but MPI sees a world of 1, so each would "
+            f"train alone and write the same files. The ranks of a strategy are started by MPI's launcher. Start the "
+            f"program without torchrun: mpirun -n {size} python train.py"
+        )
+
+
 def left_alone(environ: Mapping[str, str]) -> str:
     """Return a warning's text if a Slurm job has several tasks, but neither srun nor mpirun started this process.
 

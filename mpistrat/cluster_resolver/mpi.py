@@ -124,7 +124,7 @@ def start_mpi() -> Any:
     mpi, why_not = import_mpi()
     if mpi is None:
         launcher.check_alone(environ, "; ".join(why_not))
-        _warn_if_left_alone()
+        _check_single_rank()
         return None
     if mpi.Is_finalized():
         raise TopologyError(
@@ -138,8 +138,8 @@ def start_mpi() -> Any:
         _initialize(mpi, launcher.read_claim(environ, launcher.library_family(version)))
     world = mpi.COMM_WORLD
     launcher.check_world(environ, version, world.Get_size(), world.Get_rank(), path)
-    if world.Get_size() == 1 and launcher.read_claim(environ) is None:
-        _warn_if_left_alone()
+    if world.Get_size() == 1:
+        _check_single_rank(launcher.read_claim(environ))
     misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(environ) else ()
     for name in [*filter(launcher.joins_job, os.environ), *misleading]:
         os.environ.pop(name, None)
@@ -154,8 +154,10 @@ def _environment() -> Mapping[str, str]:
     return launcher.without_inherited(os.environ) if is_child else os.environ
 
 
-def _warn_if_left_alone() -> None:
-    if warning := launcher.left_alone(os.environ):
+def _check_single_rank(claim: launcher.LauncherClaim | None = None) -> None:
+    if not rank_pid():  # a child of a rank inherits the variables that `mpistrat run` has set
+        launcher.check_torchrun(os.environ)
+    if claim is None and (warning := launcher.left_alone(os.environ)):
         warnings.warn(warning, RuntimeWarning, stacklevel=2)
 
 

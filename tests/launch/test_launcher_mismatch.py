@@ -1,11 +1,12 @@
 """A launcher of one MPI with the library of another: one clear error, not N jobs of one rank each."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from support.harness.mpi_launcher import Job, Launcher
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 pytestmark = [pytest.mark.quick, pytest.mark.both_mpis("launching")]
 
@@ -80,3 +81,35 @@ def test_a_child_process_may_use_mpi_on_its_own(name: str, tmp_path: Path) -> No
     job = Launcher.named(name).run_python(2, program)
     assert job.returncode == 0, job.output
     assert job.stdout.count("child 1") == 2
+
+
+@pytest.mark.parametrize("name", ["MPICH", "Open MPI"])
+def test_a_strategy_under_torchrun_is_an_error_on_each_process(name: str, tmp_path: Path) -> None:
+    """To import the package is none, and neither is a strategy of one device."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import mpistrat as ms\n"
+        "assert ms.OneDeviceStrategy('cpu').num_replicas_in_sync == 1\n"
+        "try:\n"
+        "    ms.MultiWorkerMirroredStrategy()\n"
+        "except ms.errors.TopologyError as error:\n"
+        "    print(f'{error}\\n', end='', flush=True)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program)]
+    job = run_job(torchrun, Launcher.named(name).environment(), seconds=60.0)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("torchrun has started 2 processes (WORLD_SIZE=2), but MPI sees") == 2
+
+
+def test_a_child_process_of_a_rank_of_mpistrat_run_may_make_a_strategy(tmp_path: Path) -> None:
+    """It inherits the variables of torchrun, which say the ranks of its parent's job."""
+    program = tmp_path / "program.py"
+    child = "import mpistrat; print(mpistrat.MultiWorkerMirroredStrategy().num_replicas_in_sync)"
+    program.write_text(
+        "import os, subprocess, sys\nassert os.environ['WORLD_SIZE'] == '2'\n"
+        "assert 'TORCHELASTIC_RUN_ID' in os.environ\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}], check=True)\n"
+    )
+    job = Launcher.named("MPICH").run_python(2, "-m", "mpistrat", "run", program)
+    assert job.returncode == 0, job.output
+    assert job.stdout.split() == ["1", "1"]

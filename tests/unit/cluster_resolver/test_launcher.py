@@ -260,6 +260,14 @@ def test_one_rank_in_a_job_of_several_tasks_is_told_so():
         assert launcher.left_alone(variables) == ""
 
 
+def test_one_rank_among_several_processes_of_torchrun_is_an_error() -> None:
+    one_of_two = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1"}
+    with pytest.raises(TopologyError, match="without torchrun: mpirun -n 2 python train"):
+        launcher.check_torchrun(one_of_two)
+    for variables in ({}, {"WORLD_SIZE": "2"}, {**one_of_two, "WORLD_SIZE": "1"}):
+        launcher.check_torchrun(variables)
+
+
 ONE_OF_FOUR = {
     "PMI_SIZE": "4",
     "PMI_RANK": "2",
