@@ -59,6 +59,7 @@ class PreemptionCheckpointHandler:
             is `TerminationConfig()`.
     Raises:
         TypeError: a Checkpoint without a folder.
+        ValueError: a dataset of the checkpoint has another handler.
         NotImplementedError: variables are on parameter servers.
         RuntimeError: this is not the main thread, or another job saves to the folder.
         OSError: the folder cannot be made.
@@ -85,6 +86,7 @@ class PreemptionCheckpointHandler:
         extended = self._manager.checkpoint.strategy.extended
         if not extended.checkpoints.all_take_part:
             raise NotImplementedError(_SERVERS)
+        after_steps = _after_steps_of(self._manager.checkpoint)
         self._config = completed(termination_config, detect_platform())
         self._communicator = extended.communicator
         self._job = slurm_job()
@@ -108,9 +110,8 @@ class PreemptionCheckpointHandler:
         self._is_called = False  # whether the program itself marks the ends of steps
         self._count_steps = _step_counter_of(self._manager.checkpoint)
         self._last_count = self._count_steps()
-        for value in self._manager.checkpoint.objects.values():
-            if isinstance(value, (DistributedDataset, DistributedIterator)):
-                value.after_steps.append(self._after_batch)  # the program need not keep the handler
+        for methods in after_steps:
+            methods.append(self._after_batch)  # the program need not keep the handler
 
     @property
     def total_run_calls(self) -> int:
@@ -292,6 +293,21 @@ def _step_counter_of(checkpoint: Checkpoint) -> Callable[[], int]:
 
             return functools.partial(getattr, optimizer_steps(), "count")
     return itertools.count().__next__
+
+
+def _after_steps_of(checkpoint: Checkpoint) -> list[list[Callable[[], None]]]:
+    """Return the list `after_steps` of each distributed dataset of the checkpoint.
+
+    Raises: ValueError if a list is not empty, because another handler then ends the steps and would end the program.
+    """
+    loaders = (DistributedDataset, DistributedIterator)
+    found = [v.after_steps for v in checkpoint.objects.values() if isinstance(v, loaders)]
+    if any(found):
+        raise ValueError(
+            "a dataset of this checkpoint has a PreemptionCheckpointHandler already. That handler would save to its "
+            "folder and end the program, before this one saves. Make one handler for each dataset"
+        )
+    return list({id(methods): methods for methods in found}.values())  # an iterator shares a list
 
 
 def _manager_of(

@@ -395,3 +395,15 @@ def test_a_loop_leaves_where_it_asks_for_a_batch(folder: str) -> None:
             loop.train(per_step=2)
         assert loop.saved == [4]  # never with gradients that wait for an optimizer
         assert loop.loader.state_dict()["steps"] == 2
+
+
+def test_a_loader_has_one_handler(folder: str) -> None:
+    """The first one would save alone, and end the program. A refused one has made nothing."""
+    with ms.MultiWorkerMirroredStrategy().replica() as context:
+        loop = Loop(context.strategy, folder, batches=3)
+        checkpoint = ms.checkpoint.Checkpoint(model=loop.model, loader=iter(loop.loader))
+        with pytest.raises(ValueError, match="Make one handler for each dataset"):
+            PreemptionCheckpointHandler(None, checkpoint, f"{folder}/other")
+        assert not Path(folder, "other").exists()
+        loop.train()
+        assert loop.handler.total_run_calls == 3
