@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,8 +98,12 @@ def check_alike(
         return
     with communicator.raising_together():
         lines = [s for n, v in found.items() for s in _described(n, v, extended, purpose)]
-    of_ranks = of_all(communicator, lines, "optimizers, schedulers and gradient scalers")
-    if not of_ranks or (purpose == "use" and _are_dealt_out(of_ranks)):
+    label = "optimizers, schedulers and gradient scalers"
+    of_ranks = _by_subject(of_all(communicator, lines, label))
+    # Torch gives the options of a loaded state another order.
+    if all(lines == of_ranks[0] for lines in of_ranks) or (
+        purpose == "use" and _are_dealt_out(of_ranks)
+    ):
         compared.update(found.values())
         return
     _, difference = first_difference(of_ranks)
@@ -135,6 +140,18 @@ def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
             if line != lines[0]:
                 return number, f"{lines[0]} on rank 0, and {line} on rank {rank}"
     raise ValueError("all ranks have the same lines")
+
+
+def _by_subject(of_ranks: list[list[str]]) -> list[list[str]]:
+    """Return each rank's lines of `_described` so that lines with one number tell of one thing.
+
+    "nothing" stands for a line that a rank does not have.
+    """
+    # "lr of group 0 of SGD (argument 2) is 0.1" tells of "lr of group 0 (argument 2)": classes may differ.
+    subject = re.compile(r" of \w+(?= \()|( is | has ).*")
+    by_subject = [{subject.sub("", s): s for s in lines} for lines in of_ranks]
+    subjects = dict.fromkeys(itertools.chain.from_iterable(by_subject))
+    return [[lines.get(subject, "nothing") for subject in subjects] for lines in by_subject]
 
 
 def _are_dealt_out(of_ranks: list[list[str]]) -> bool:

@@ -1,6 +1,7 @@
 """Optimizers, schedulers and gradient scalers, which ranks make for themselves: an error where they differ."""
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ DIFFERENCES: list[tuple[Callable[[torch.nn.Module], Any], str, str]] = [
     (lambda m: grouped(m, nesterov=not LAST), "nesterov of group 0", "is False"),
     (lambda m: torch.optim.Adam(m.parameters(), betas=(0.9, 0.9 + 0.05 * LAST)), "is [0.9, 0.9]", "is [0.9, 0.95]"),
     (lambda m: (torch.optim.Adam if LAST else torch.optim.SGD)(m.parameters(), 0.1), "of SGD", "of Adam"),
-    (lambda m: torch.optim.SGD([*m.parameters()][: 8 + LAST], 0.1), "is 8", "parameter 8 of group 0"),
+    (lambda m: torch.optim.SGD([*m.parameters()][: 8 + LAST], 0.1), "params of group 0", "is 9"),
     (lambda m: stepped(grouped(m)), "last_epoch of StepLR (argument 2 of prepare) is 0", "is 1"),
     (lambda m: CosineAnnealingLR(grouped(m), T_max=10 + LAST), "T_max of CosineAnnealingLR", "is 11"),
     (lambda m: scheduled(grouped(m)), "_schedulers of SequentialLR", "'step_size': 6"),
@@ -173,6 +174,29 @@ def test_what_may_differ(strategy: ms.Strategy, directory: Path) -> None:
         del optimizer.param_groups[0][name]
     del objects["lambdas"]
     CheckpointManager(Checkpoint(**objects), directory).save(1)
+
+
+@several_ranks
+def test_a_state_that_one_rank_alone_has_loaded(strategy: ms.Strategy) -> None:
+    """Options are compared by name: torch gives loaded ones another order, and the saved state may have more."""
+    model = network()
+    lr = "lr of group 0 of SGD (argument 2 of prepare)"
+    more = {"initial_lr": 0.4}
+    for added, rank_0, last in (
+        ({}, f"{lr} is 0.1", f"{lr} is 0.7"),
+        (more, "nothing", f"initial_{lr} is 0.4"),
+    ):
+        optimizer, saved = grouped(model), grouped(model, lr=0.1 if added else 0.7)
+        saved.param_groups[0].update(added)
+        if LAST:
+            optimizer.load_state_dict(saved.state_dict())
+        assert_all_tell(
+            functools.partial(strategy.prepare, model, optimizer),
+            f"{rank_0} on rank 0, and {last} on rank {SIZE - 1}. ",
+        )
+    if LAST:
+        optimizer.load_state_dict(grouped(model).state_dict())  # what it has, in another order
+    strategy.prepare(model, optimizer)
 
 
 @several_ranks
