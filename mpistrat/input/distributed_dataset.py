@@ -240,7 +240,8 @@ class DistributedDataset(Iterable[Any]):
         here = reader.identity()
         if saved != here:
             raise ValueError(
-                f"the state is of another input, {saved}, and this is {here}: load it into the dataset that saved it"
+                f"the state is of another input, {saved}, and this is {here}. Load it into a dataset of the same kind, "
+                "with the same batch size"
             )
         if not reader.same_for_any_ranks and state.get("ranks") != size:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import traceback
 
 from mpistrat import errors
@@ -42,21 +43,24 @@ def of_the_program(text: str) -> str:
 def advice_for(error: BaseException, rank: int) -> str:
     """Return the last line of the report about `error`: "mpistrat: correct train.py:33 in main (rank 3): …".
 
-    The line names a line of the user's program, and has the first line of the message of `error`. If this package
-    raised `error`, it has the last sentence of the message (the advice). If another rank has raised the error, the
-    place, the rank and the text are taken from its attribute `raised_by_rank`. An error of `mpistrat.errors` has a
-    heading in docs/troubleshooting.md, and the line ends with it.
+    The line names a line of the user's program, and has the first line of the message of `error`; after a colon the
+    second line, too. If this package raised `error`, it has the last sentence of the message (the advice). If another
+    rank has raised the error, the place, the rank and the text are taken from its attribute `raised_by_rank`. An error
+    of `mpistrat.errors` has a heading in docs/troubleshooting.md, and the line ends with it.
     """
     advice, heading = getattr(error, "raised_by_rank", ""), ""
     if not advice:
         ours = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         heading = "".join(f" (docs/troubleshooting.md: {name})" for name in [*ours][:1])
-        lines = message_of(error).splitlines() or [""]
-        text = lines[0] or type(error).__name__
+        text = message_of(error) or type(error).__name__
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
-            text = _BETWEEN_SENTENCES.split(lines[-1])[-1]  # our messages end with what to do
+            # Our messages end with what to do, which may be folded; lists of ranks come before it.
+            last = re.split(r"\n(?=[A-Z])", text)[-1]
+            text = _BETWEEN_SENTENCES.split(" ".join(last.split()))[-1]
         advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"
-    return f"mpistrat: correct {advice.splitlines()[0].rstrip('.'):.300}{heading}.\n"
+    first = re.match(r".*((?<=:)\n.*)?", advice)[0]  # type: ignore[index]
+    short = textwrap.shorten(first, 300, placeholder=" …").rstrip(".")
+    return f"mpistrat: correct {short}{heading}.\n"
 
 
 def told_of(error: BaseException, rank: int) -> str:

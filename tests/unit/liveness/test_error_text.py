@@ -104,6 +104,34 @@ def test_what_to_do_about_an_error_of_ours_is_its_last_sentence() -> None:
     assert advice_for(raised.value, 2).endswith(" (rank 2): Leave it out.\n")
 
 
+def raised_in_package(text: str) -> BaseException:
+    return error_of(lambda: exec(compile(f"raise ValueError({text!r})", f"{PACKAGE}/x.py", "exec")))
+
+
+def test_a_folded_last_sentence_is_whole() -> None:
+    folded = (
+        "weight differs.\n  rank 1: 3\nRestore it. If the\ndifference comes back, test\nthe memory."
+    )
+    assert advice_for(raised_in_package(folded), 0).endswith(
+        " (rank 0): If the difference comes back, test the memory.\n"
+    )
+    listed = "2 ranks were started (a).\nFix, one of:\n  - start;\n  - uninstall."
+    assert advice_for(raised_in_package(listed), 0).endswith(
+        " (rank 0): Fix, one of: - start; - uninstall.\n"
+    )
+
+
+def test_a_first_line_that_ends_with_a_colon_goes_on() -> None:
+    error = error_of(lambda: torch.nn.Linear(2, 1).load_state_dict({}))
+    assert advice_for(error, 0).endswith(
+        ' state_dict for Linear: Missing key(s) in state_dict: "weight", "bias".\n'
+    )
+
+
+def test_a_long_line_is_cut_between_words() -> None:
+    assert advice_for(ValueError("another " * 99), 0).endswith(" another another ….\n")
+
+
 def test_the_line_about_an_error_of_ours_ends_with_its_heading() -> None:
     """However long the line is; a class of the program's has the heading of ours that it is made from."""
 
