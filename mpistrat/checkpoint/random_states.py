@@ -13,6 +13,7 @@ import numpy as np
 from mpistrat.checkpoint.replica_states import StatesOfReplicas, local_replicas, schema_of_replicas
 from mpistrat.checkpoint.schema import Schema, check
 from mpistrat.input import generator_states
+from mpistrat.liveness.call_site import outside
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -75,10 +76,15 @@ class RandomStates:
             extended.replicas.set_device_random_state(of_rank["device"])
         # The replica before the first missing one is known on one rank only, so that one rank warns.
         if missing and of(missing[0] - 1) is not None:
-            warnings.warn(
+            missing = list(
+                range(missing[0], extended.num_replicas_in_sync)
+            )  # on this rank and later ones
+            frame = outside(sys._getframe())
+            warnings.warn_explicit(
                 f"the checkpoint has no random states of replicas {missing}; they draw numbers from new seeds",
                 UserWarning,
-                stacklevel=2,
+                frame.f_code.co_filename,
+                frame.f_lineno,
             )
 
     def draw_anew(self, saved: Mapping[str, Any], first: int) -> None:

@@ -153,8 +153,10 @@ def test_a_restart_on_more_ranks(directory):
     del after.checkpoint.objects["losses"]
     manager = CheckpointManager(after.checkpoint, directory)
     if RANK == 1:  # the first that has no state of its own
-        with pytest.warns(UserWarning, match=r"no random states of replicas \[1\]"):
+        missing = re.escape(str(list(range(1, SIZE))))
+        with pytest.warns(UserWarning, match=f"no random states of replicas {missing};") as warned:
             manager.restore_or_initialize()
+        assert [warning.filename for warning in warned] == [__file__]
     else:
         manager.restore_or_initialize()
     draws = WORLD.allgather((torch.rand(1).item(), random.random(), np.random.rand()))
