@@ -307,7 +307,8 @@ def check_torchrun(environ: Mapping[str, str]) -> None:
     Called by: `start_mpi`, if there is one rank, and no rank has started this process.
     Raises: TopologyError if torchrun has started several processes.
     """
-    if "TORCHELASTIC_RUN_ID" in environ and (size := _number(environ, "WORLD_SIZE") or 1) > 1:
+    size = environ.get("WORLD_SIZE", "1")
+    if size != "1" and "TORCHELASTIC_RUN_ID" in environ:
         raise TopologyError(
             f"torchrun has started {size} processes (WORLD_SIZE={size}), but MPI sees a world of 1, so each would "
             f"train alone and write the same files. The ranks of a strategy are started by MPI's launcher. Start the "
