@@ -29,6 +29,10 @@ loss, correct = 0.5, 3
 """
 # Ranks have different examples.
 EQUAL = "torch.testing.assert_close(*strategy.gather(model.weight.detach()[None], axis=0))"
+SUM_OF_TWO_RANKS = """manager.wait()
+strategy.run(total.assign_add, args=(1.0,))
+assert float(total.read_value()) == 2
+"""
 # Batches of row numbers.
 ROWS = "loader = [np.arange(i, i + 4) for i in range(6)]"
 # How many ranks run the programs of a page, and what comes before and after them.
@@ -44,7 +48,7 @@ PROGRAMS = {
     "docs/torch_distributed.md": (2, "", "assert dist.get_world_size() == 2"),
     "docs/frameworks.md": (2, "", "assert mean == 0.5"),
     "docs/one_copy.md": (2, "", "assert (total.numpy() == 2).all()"),
-    "docs/checkpoints.md": (2, TRAINING, "manager.wait()"),
+    "docs/checkpoints.md": (2, TRAINING, SUM_OF_TWO_RANKS),
     "docs/preemption.md": (2, STRATEGY, "assert handler.total_run_calls == STEPS"),
     "docs/elastic.md": (2, "", ""),
     "docs/parameter_servers.md": (5, "", ""),
