@@ -70,7 +70,7 @@ def test_a_page_has_copy_buttons_and_links_to_sources(site: Path) -> None:
     page = (site / "index.html").read_text(encoding="utf-8")
     assert re.search(r'<script src="_static/copybutton\.js\b', page)
     assert 'href="_modules/mpistrat/settings.html#Setting"' in page
-    sources = (site / "_modules" / "mpistrat" / "settings.html").read_text(encoding="utf-8")
+    sources = (site / "_modules/mpistrat/settings.html").read_text(encoding="utf-8")
     assert "class Setting(" in re.sub(r"<[^>]+>", "", sources)
 
 
