@@ -23,35 +23,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else [*arguments]
     if words[:1] == ["bench"]:
         return _bench(argparse.Namespace(words=words[1:]))
-    top = _parser()
-    if words and words[0].endswith(".py"):
+    top = parser()
+    if "".join(words[:1]).endswith(".py"):
         top.error(f"{words[0]} is no command: mpistrat run {words[0]}")
     parsed = top.parse_args(words)
-    if parsed.print_completion:
-        return _print_completion(top, parsed.print_completion)
     if "call" not in parsed:
         top.exit(2, top.format_help())
     return parsed.call(parsed)
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line. The texts of a command are the docstring of its function."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line. The texts of a command are the docstring of its function.
+
+    The program `shtab` completes the commands in a shell with it: `shtab -s bash mpistrat.__main__.parser`.
+    """
     example = "example: mpirun -n 2 mpistrat run train.py"
     what = "Training on the ranks (processes) that mpirun or srun starts."
     top = argparse.ArgumentParser(prog="mpistrat", description=what, epilog=example)
     version = f"mpistrat {sys.modules['mpistrat'].__version__}"  # no import: layers forbid it here
     top.add_argument("--version", action="version", version=version)
-    shells, help = ("bash", "zsh", "tcsh"), "print what completes the commands in a shell"
-    top.add_argument("--print-completion", metavar="SHELL", choices=shells, help=help)
     commands = top.add_subparsers(metavar="COMMAND")
     parsers = {}
     for call in (_run, _doctor, _bench, _trace, _init):
-        help, description, epilog = inspect.getdoc(call).split("\n\n")  # type: ignore[union-attr]
-        parser = commands.add_parser(
-            call.__name__[1:], help=help, description=description, epilog=epilog
-        )
-        parser.set_defaults(call=call, error=parser.error)
-        parsers[call] = parser
+        help, text, epilog = inspect.getdoc(call).split("\n\n")  # type: ignore[union-attr]
+        name = call.__name__[1:]
+        parsers[name] = commands.add_parser(name, help=help, description=text, epilog=epilog)
+        parsers[name].set_defaults(call=call, error=parsers[name].error)
     runs, doctor, _, trace, init = parsers.values()
     runs.usage = "mpistrat run [--keep-backend] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     keeps = "leave the default group on the backend that the program names"
@@ -144,15 +141,6 @@ def _alone(parsed: argparse.Namespace) -> Launch:
     if launch.of_several:
         parsed.error("start it once, without mpirun or srun") if launch.speaks else sys.exit(2)
     return launch
-
-
-def _print_completion(top: argparse.ArgumentParser, shell: str) -> int:
-    try:
-        import shtab
-    except ImportError:
-        top.error("--print-completion needs shtab: pip install shtab")
-    print(shtab.complete(top, shell))
-    return 0
 
 
 if __name__ == "__main__":

@@ -76,9 +76,8 @@ class RandomStates:
             extended.replicas.set_device_random_state(of_rank["device"])
         # The replica before the first missing one is known on one rank only, so that one rank warns.
         if missing and of(missing[0] - 1) is not None:
-            missing = list(
-                range(missing[0], extended.num_replicas_in_sync)
-            )  # on this rank and later ones
+            # Later ranks miss theirs, too.
+            missing = [*range(missing[0], extended.num_replicas_in_sync)]
             frame = outside(sys._getframe())
             warnings.warn_explicit(
                 f"the checkpoint has no random states of replicas {missing}; they draw numbers from new seeds",

@@ -18,8 +18,6 @@ from mpistrat.errors import TopologyError
 from mpistrat.liveness.ending import rank_end
 from mpistrat.liveness.ending.start_deadline import init_deadline, start_deadline
 from mpistrat.liveness.observer import observation
-from mpistrat.liveness.processes import job_of
-from mpistrat.liveness.records.job_folder import JobFolder
 from mpistrat.machine.notices import say
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
@@ -180,22 +178,11 @@ def _refuse_in_worker() -> None:
             f"strategy can be built. {GUARD_PROGRAM}"
         )
         if not multiprocessing.parent_process():  # tracebacks of many workers would hide the text
-            if _is_first_refused(job_of(int(of_rank))):
+            rank, _ = launcher.certain_rank() or (0, 1)
+            if rank == 0 and process.name.endswith("-1"):
                 say(f"mpistrat: {text}\n")
             os._exit(EXIT_CODE_OF_REFUSED_WORKER)
         raise RuntimeError(text)
-
-
-def _is_first_refused(job: str) -> bool:
-    """Whether no other worker process of the job has been refused on this node, and the job is not over.
-
-    Returns: True if that is not known.
-    """
-    with suppress(OSError):
-        if job:
-            folder, is_over = JobFolder.create(job)
-            return not (is_over and folder.remove_if_last()) and folder.is_first("refused")
-    return True
 
 
 def import_mpi() -> tuple[Any, list[str]]:

@@ -111,7 +111,7 @@ class PreemptionCheckpointHandler:
         self._count_steps = _step_counter_of(self._manager.checkpoint)
         self._last_count = self._count_steps()
         for methods in after_steps:
-            methods.append(self._after_batch)  # the program need not keep the handler
+            methods[:] = [self._after_batch]  # the program need not keep the handler
 
     @property
     def total_run_calls(self) -> int:
@@ -302,12 +302,12 @@ def _after_steps_of(checkpoint: Checkpoint) -> list[list[Callable[[], None]]]:
     """
     loaders = (DistributedDataset, DistributedIterator)
     found = [v.after_steps for v in checkpoint.objects.values() if isinstance(v, loaders)]
-    if any(found):
+    if [*itertools.chain(*found)]:
         raise ValueError(
             "a dataset of this checkpoint has a PreemptionCheckpointHandler already. That handler would save to its "
             "folder and end the program, before this one saves. Make one handler for each dataset"
         )
-    return list({id(methods): methods for methods in found}.values())  # an iterator shares a list
+    return found
 
 
 def _manager_of(

@@ -81,14 +81,14 @@ class RandomState:
         if self._begin_at is None:
             yield
             return
-        now, self._begin_at = self._capture(), None
+        now, self._begin_at = {**self._capture(), "own": self.began["own"]}, None
         self._set(self.began)
         try:
             yield
         finally:
             drawn = self._capture()
             for name, began in self.began.items():
-                if name != "own" and _text(began) != _text(now[name]):
+                if _text(began) != _text(now[name]):
                     drawn[name] = now[name]
             self._set(drawn)
 

@@ -450,9 +450,6 @@ class LoaderReader(ReplayedReader):
         return self._template
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
-        if communicator.rank > 0 and self.same_for_any_ranks and not state["steps"]:
-            # Rank 0 draws the order. This rank's global generators go on with the rank's own numbers.
-            state = {**state, "random": {"own": state["random"]["own"]}}
         super().load_state(communicator, state)
         if communicator.rank == 0 and not self._random.fits(self._random.now()):
             tell(

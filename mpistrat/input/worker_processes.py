@@ -11,6 +11,7 @@ their worker processes meanwhile. So the worker processes and the forkserver blo
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -18,11 +19,12 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -127,6 +129,11 @@ def _start_tracker() -> None:
         del sys.warnoptions[0]
 
 
+def _first_exit_code(workers: Iterable[BaseProcess]) -> Any:
+    """Return the exit code of a worker process that has failed; 0 if none has."""
+    return next(filter(None, map(attrgetter("exitcode"), workers)), 0)
+
+
 def guarded(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of a DataLoader's iterator.
 
@@ -138,8 +145,9 @@ def guarded(batches: Iterator[Any]) -> Iterator[Any]:
     except (RuntimeError, EOFError, OSError):
         workers = getattr(batches, "_workers", ())
         # A rank may read the end of a worker's pipe before the worker's end.
-        soon(lambda: not workers or any(worker.exitcode for worker in workers), _SECONDS_OF_A_DEATH)
-        code = next((worker.exitcode for worker in workers if worker.exitcode), 0)
+        dead = functools.partial(_first_exit_code, workers)
+        soon(dead, _SECONDS_OF_A_DEATH * bool(workers))
+        code = dead()
         if code == 0:
             raise
         died = (

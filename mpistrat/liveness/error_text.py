@@ -50,8 +50,10 @@ def advice_for(error: BaseException, rank: int) -> str:
     """
     advice, heading = getattr(error, "raised_by_rank", ""), ""
     if not advice:
-        ours = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        heading = "".join(f" (docs/troubleshooting.md: {name})" for name in [*ours][:1])
+        kinds = (
+            kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__
+        )
+        heading = next(map(" (docs/troubleshooting.md: {})".format, kinds), "")
         text = message_of(error) or type(error).__name__
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
             # Our messages end with what to do, which may be folded; lists of ranks come before it.

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class _Span(NamedTuple):
 
 
 class _Trace:
-    """The work of the ranks of a traced trace. The constructor reads the file.
+    """The work of the ranks of a traced job. The constructor reads the file.
 
     Args: path: a `trace.json` that `merging.merge` has written: an event in each line.
     Attributes:
@@ -61,19 +61,21 @@ class _Trace:
         spans: for each rank, the spans of its threads.
         steps: the times when steps of the lowest rank began.
         since: sums begin at this time, the second step's; 0 for two steps or fewer.
+        end: the time when the last span ended.
+        activities: the activities that any rank has spent time on.
     Raises: OSError if the file cannot be read; LookupError or ValueError if it is damaged or has no events.
     """
 
     def __init__(self, path: str) -> None:
         self.names: dict[int, str] = {}
+        self.activities: set[str] = set()
         self._threads: dict[tuple[int, int], str] = {}
         self.spans: defaultdict[int, list[_Span]] = defaultdict(list)
+        self.end = 0.0
         with open(path, encoding="utf-8") as file:
             for line in file:
                 if line.startswith('{"ph"'):
                     self._add(json.loads(line.rstrip(",\n")))
-        if not self.spans:
-            raise LookupError("no events")
         first = self.spans[min(self.spans)]
         self.steps = sorted(each.start for each in first if each.name in ("strategy.run", "step"))
         # The first step is left out of the sums: first calls, connections and imports make it long.
@@ -90,39 +92,35 @@ class _Trace:
             last, start = details.get("last to enter", ""), event["ts"] / 1e6
             if activity == _WAIT:  # it and "move bytes" follow their collective, and replace it
                 last = self.spans[rank].pop().last
-            times = start, start + event["dur"] / 1e6
-            self.spans[rank].append(
-                _Span(self._threads[rank, thread], *times, activity, name, last)
-            )
+            span = self._threads[rank, thread], start, start + event["dur"] / 1e6
+            self.spans[rank].append(_Span(*span, activity, name, last))
+            self.activities.add(activity)
+            self.end = max(self.end, span[2])
 
-    def has(self, activity: str) -> bool:
-        return any(each.activity == activity for spans in self.spans.values() for each in spans)
-
-    def seconds(self, rank: int, *activities: str, others: bool = False) -> float:
+    def seconds(self, rank: int, *activities: str) -> float:
         """Return the seconds that the rank spent on the activities. Seconds in several spans count once.
 
-        Args: others: count the threads that make no steps, and not those that do. Without steps, all threads do.
+        Threads that make no steps do not count: they communicate while another thread computes. If no thread makes
+        steps, all count.
         """
         total, reached, spans = 0.0, self.since, self.spans[rank]
-        trains = {each.thread for each in spans if each.activity == _COMPUTE}
+        training = {each.thread for each in spans if each.activity == _COMPUTE}
         for each in sorted(spans, key=attrgetter("start")):
-            if each.activity in activities and (each.thread in trains or not trains) != others:
+            if each.activity in activities and each.thread in (training or {each.thread}):
                 total += max(0.0, each.end - max(each.start, reached))
                 reached = max(reached, each.end)
         return total
 
-    def share(self, rank: int, *activities: str, others: bool = False) -> float:
+    def share(self, rank: int, activity: str) -> float:
         """Return the `seconds` as a part of the rank's time."""
-        total = max(self.seconds(rank, *_COLOURS), 1e-9)
-        return self.seconds(rank, *activities, others=others) / total
+        return self.seconds(rank, activity) / max(self.seconds(rank, *_COLOURS), 1e-9)
 
     def waited_for(self) -> dict[str, float]:
         """Return the seconds that ranks have waited for another rank, by its name: "rank 2"."""
         found: dict[str, float] = defaultdict(float)
-        for rank, spans in self.spans.items():
-            for each in spans:
-                if each.activity == _WAIT and each.last not in ("", f"rank {rank}"):
-                    found[each.last] += max(0.0, each.end - max(each.start, self.since))
+        for each in chain(*self.spans.values()):
+            if each.activity == _WAIT and each.last:
+                found[each.last] += max(0.0, each.end - max(each.start, self.since))
         return found
 
 
@@ -160,7 +158,7 @@ def _summary(trace: _Trace) -> Iterator[str]:
     yield f"{part:{max(wide, 20)}}{'waiting':>19}{'moving bytes':>18}{'input':>18}"
     for rank, name in trace.names.items():
         parts = [f"{trace.seconds(rank, a):8.2f} s {trace.share(rank, a):6.1%}" for a in _LOSSES]
-        if not trace.has(_INPUT):
+        if _INPUT not in trace.activities:
             parts[-1] = f"{'–':>17}"
         yield f"{name:{wide}} {trace.seconds(rank, *_COLOURS):8.2f} s" + "".join(parts)
 
@@ -170,22 +168,18 @@ def _advice(trace: _Trace, where: str) -> Iterator[str]:
 
     Args: where: the place to look in for single spans.
     """
-    most, largest = max(
-        (trace.share(rank, activity), activity) for rank in trace.names for activity in _LOSSES
-    )
+    losses = product(trace.names, _LOSSES)
+    most, largest = max((trace.share(rank, activity), activity) for rank, activity in losses)
     waits, advice = trace.waited_for(), _LOSSES[largest]
     if waits:
         slowest, total = max(waits, key=waits.__getitem__), sum(waits.values())
         yield f"The others waited longest for {slowest}: {waits[slowest]:.2f} s of {total:.2f} s."
         if largest == _WAIT and waits[slowest] > total / 2:
             advice = f"Look in {where} for the work of {slowest} while the others wait."
-    others = max(trace.share(rank, _WAIT, _MOVE, others=True) for rank in trace.names)
-    if others >= _MUCH:
-        yield f"Other threads communicated for {others:.1%} of a rank's time, perhaps while it computed."
     if most >= _MUCH:
         yield advice
-    elif trace.has(_INPUT) and others < _MUCH:
-        yield "No rank loses a tenth of its time so: compute faster."
+    elif _INPUT in trace.activities:
+        yield "Each rank computes for more than nine tenths of its time: there is little else to mend."
 
 
 def _draw(trace: _Trace, path: str) -> str:
@@ -196,13 +190,13 @@ def _draw(trace: _Trace, path: str) -> str:
     from matplotlib import patches, pyplot
 
     start, end, part = _window(trace)
-    rows = [*chain(*(_rows_of(trace, rank, start, end) for rank in trace.names))]
+    labels, rows = zip(*_rows(trace, start, end), strict=True)
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.32 * len(rows)), layout="constrained")
-    for number, (_, spans) in enumerate(rows):  # inner spans come later, and cover the outer ones
+    for number, spans in enumerate(rows):  # inner spans come later, and cover the outer ones
         colours = [_COLOURS[each.activity] for each in spans]
         times = [(each.start, each.end - each.start) for each in spans]
         axes.broken_barh(times, (number - 0.4, 0.8), facecolors=colours, linewidth=0)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.set_yticks(range(len(rows)), labels)
     title = f"{len(trace.names)} rank{'s' * (len(trace.names) > 1)}, {part}"
     axes.set(xlabel="seconds since the trace began", title=title, xlim=(start, end))
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -217,7 +211,7 @@ def _draw(trace: _Trace, path: str) -> str:
 def _window(trace: _Trace) -> tuple[float, float, str]:
     """Return the part of the trace that is drawn: its start and end in seconds, and its name for the title."""
     count = len(trace.steps)
-    edges = [*trace.steps, max(each.end for spans in trace.spans.values() for each in spans)]
+    edges = [*trace.steps, trace.end]
     if count <= 2:
         return 0.0, edges[-1], "the whole trace"
     first = max(1, (count - _STEPS) // 2)
@@ -225,12 +219,11 @@ def _window(trace: _Trace) -> tuple[float, float, str]:
     return edges[first], edges[last], f"steps {first + 1} to {last} of {count}"
 
 
-def _rows_of(
-    trace: _Trace, rank: int, start: float, end: float
-) -> Iterator[tuple[str, list[_Span]]]:
-    """Yield each thread of the rank that has spans between two times: a name and the spans, outer ones first."""
-    spans = [each for each in trace.spans[rank] if each.start < end and each.end > start]
-    spans.sort(key=lambda each: (each.thread != "MainThread", each.thread, each.start, -each.end))
-    for thread, of_thread in groupby(spans, key=attrgetter("thread")):
-        is_first = thread == spans[0].thread
-        yield trace.names[rank] if is_first else f"{thread}, rank {rank}", list(of_thread)
+def _rows(trace: _Trace, start: float, end: float) -> Iterator[tuple[str, list[_Span]]]:
+    """Yield each thread that has spans between two times, rank by rank: a name and the spans, outer ones first."""
+    for rank, spans in trace.spans.items():
+        shown = [each for each in spans if each.start < end and each.end > start]
+        shown.sort(key=lambda each: (each.thread != "MainThread", *each[:2], -each.end))
+        for thread, of_thread in groupby(shown, key=attrgetter("thread")):
+            names = {"MainThread": trace.names[rank]}
+            yield names.get(thread, f"{thread}, rank {rank}"), [*of_thread]

@@ -120,7 +120,7 @@ def _receive_part(comm: MPI.Intracomm, rank: int, path: str) -> None:
 
     The file gets its name at the end. By then the sender has removed its own file, in case both share the folder.
     """
-    messages = iter(functools.partial(comm.recv, source=rank), b"")
+    messages = iter(lambda: comm.recv(source=rank), b"")
     with contextlib.suppress(OSError), create(f"{path}.received", binary=True) as file:
         file.writelines(messages)
     collections.deque(messages, 0)  # receive the rest, even if the file could not be written

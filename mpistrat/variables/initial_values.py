@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
@@ -83,4 +82,4 @@ def called_for_part(
         keywords: dict[str, Any] = {"shard_info": ShardInfo(shape, offset)}
     else:
         keywords = {"partition_shape": shape, "partition_offset": offset}
-    return initial_array(functools.partial(fn, **keywords), dtype, shape)
+    return initial_array(lambda: fn(**keywords), dtype, shape)

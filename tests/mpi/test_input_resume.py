@@ -162,7 +162,7 @@ def test_the_global_generators_go_on_where_they_were():
 
 @pytest.mark.parametrize("source", ["global generator", "own generator", "workers", "stream"])
 def test_a_checkpoint_between_two_epochs_repeats_no_order(source, directory):
-    """The epochs after the restart have the orders, and the program the random numbers, of a run without a restart."""
+    """The epochs after the restart have the orders of a run without a restart. So have the random numbers of rank 0."""
 
     def trained(name, seed, epochs):
         """Train up to a number of epochs, with a checkpoint after each. Returns: what each epoch read and drew."""
@@ -174,7 +174,7 @@ def test_a_checkpoint_between_two_epochs_repeats_no_order(source, directory):
         manager.restore_or_initialize()
         found = []
         while int(epoch) < epochs:
-            found.append((examples(data), torch.rand(2).tolist()))
+            found.append((examples(data), torch.rand(2).tolist()[: 2 * (RANK == 0)]))
             epoch.assign_add(1)
             manager.save(int(epoch))
         return found

@@ -199,13 +199,6 @@ class JobFolder:
         with open(os.path.join(self.path, role), "a", opener=private) as file:
             yield lock(file)
 
-    def is_first(self, role: str) -> bool:
-        """Whether no process of the job has asked this for the same `role` before.   Raises: OSError."""
-        with contextlib.suppress(FileExistsError):
-            os.close(private(os.path.join(self.path, role), os.O_CREAT | os.O_EXCL))
-            return True
-        return False
-
     def remember_mappings(self, rank: int) -> None:
         """Write to the job's folder a list of MPI's files in /dev/shm that this process maps.
 

@@ -35,6 +35,8 @@ ALLOWED = {
         "loads",
     ): "what this job's ranks have written to a pipe without a name, or sent over MPI",
     ("parameter_server/server/store.py", "loads"): "the same",
+    ("tools/init/command.py", "open"): "scripts that the user asks for, in the user's own folder",
+    ("tools/init/command.py", "makedirs"): "the same",
     ("replicas/rank_methods.py", "loads"): "what rank 0 of this job has sent over MPI",
     ("machine/addresses.py", "create_server"): "while nodes look for an address; and for the next",
     (

@@ -38,5 +38,5 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, missing: str)
     versions = {"torch_xla": "2.9.0", "torch": "2.9.0"}
     del versions[missing]
     installed(monkeypatch, **versions)
-    with pytest.raises(ImportError, match=rf"needs {missing}, .*'mpistrat\[tpu\]'"):
+    with pytest.raises(ImportError, match=rf"needs {missing}, .*'torch_xla\[tpu\]"):
         check_versions()
