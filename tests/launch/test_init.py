@@ -17,8 +17,10 @@ def test_the_training_and_its_test(launcher: Launcher, tmp_path: Path) -> None:
     """test_train.py runs train.py on one rank and on two."""
     made = run_job([*INIT, "new"], launcher.environment(), 60, tmp_path)
     assert made.returncode == 0, made.output
-    assert made.stdout.startswith("Wrote train.py, train.sbatch, test_train.py in new. Next, ")
     folder = tmp_path / "new"
+    assert made.stdout.startswith(
+        f"Wrote train.py, train.sbatch, test_train.py in {folder}. Next, "
+    )
     assert sorted(path.name for path in folder.iterdir()) == NAMES
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_train.py"]
     tested = run_job(command, launcher.environment(), 120, folder)

@@ -43,7 +43,7 @@ def run(folder: str, launch: Launch) -> int:
     except OSError as error:
         print(f"mpistrat init: {error}", file=sys.stderr)
         return 1
-    print(f"Wrote {', '.join(_NAMES)} in {folder}. Next, in that folder:")
+    print(f"Wrote {', '.join(_NAMES)} in {os.path.abspath(folder)}. Next, in that folder:")
     print("  mpirun -n 2 python train.py\n  pip install pytest\n  python -m pytest test_train.py")
     print("  sbatch train.sbatch")
     return 0
