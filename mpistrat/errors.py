@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from typing import TYPE_CHECKING
 
 
@@ -270,7 +271,7 @@ class TopologyError(RuntimeError):
 
 
 def __dir__() -> list[str]:
-    return [name for name in globals() if name.endswith("Error")]
+    return fnmatch.filter(globals(), "*Error")
 
 
 if not TYPE_CHECKING:  # type checkers find the classes without it

@@ -105,8 +105,7 @@ class FailureLog:
         soon(functools.partial(self._is_said, error), max(patience, self._patience))
         with self._locked() as file:
             if not self._is_said(error):
-                said = [entry.error.rpartition(".")[2] for entry in self._entries(_SAID)]
-                say(error.rpartition(".")[2] in said)
+                say(error.rpartition(".")[2] in str(self._entries(_SAID)))
                 self._note(file, _SAID, error)
 
     def sum_up(self, last_line: str = "") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
@@ -112,7 +111,7 @@ class DeviceTransport(Transport):
         self.wait(library, library.record(library.current_stream()))
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
-        wait_until(partial(library.is_done, event), self._watch)
+        wait_until(lambda: library.is_done(event), self._watch)
 
     def _on_this_gpu(self, buffer: Array, collective: Callable[[Array], None]) -> None:
         library = self.library(buffer)

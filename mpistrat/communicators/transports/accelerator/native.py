@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -239,7 +238,7 @@ class NativeTransport(DeviceTransport):
 
     def wait(self, library: Any, event: Any) -> None:
         with self._group:
-            self._group.wait_until(partial(library.is_done, event))
+            self._group.wait_until(lambda: library.is_done(event))
 
     def _shut_down(self) -> None:
         """Shut the group down. Called by: `job_end`, on each rank, when the programs of all ranks have ended.
