@@ -91,6 +91,9 @@ def test_torchrun_prints_the_same_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slurm
+@pytest.mark.long(
+    "Slurm holds a requeued job for a while, and starts each job seconds after the last."
+)
 def test_the_page_on_slurm(slurm: SlurmCluster, programs: Programs, tmp_path: Path) -> None:
     bin_folder, folder = tmp_path / "bin", tmp_path / "tutorial"
     bin_folder.mkdir()
