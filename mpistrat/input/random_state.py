@@ -63,10 +63,7 @@ class RandomState:
         return len(state.get("devices", ())) == len(self._devices)
 
     def begin_at(self, state: dict[str, Any] | None) -> None:
-        """Let the next epoch begin with the generators in `state`, a value of `began`.
-
-        Generators that `state` lacks stay as they are; for None, these are all.
-        """
+        """Let the next epoch begin with the generators in `state`, a value of `began`. None leaves them as they are."""
         self._begin_at = state
 
     @contextmanager

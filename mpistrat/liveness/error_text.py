@@ -56,7 +56,7 @@ def advice_for(error: BaseException, rank: int) -> str:
         heading = next(map(" (docs/troubleshooting.md: {})".format, kinds), "")
         text = message_of(error) or type(error).__name__
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
-            # Our messages end with what to do, which may be folded; lists of ranks come before it.
+            # The last paragraph of our messages says what to do. Lists of ranks come before it.
             last = re.split(r"\n(?=[A-Z])", text)[-1]
             text = _BETWEEN_SENTENCES.split(" ".join(last.split()))[-1]
         advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"
