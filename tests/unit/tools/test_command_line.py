@@ -107,6 +107,7 @@ def test_the_batch_script_has_the_facts_of_the_cluster(
         'srun --mpi=pmix --kill-on-bad-exit=0 --wait=60 python train.py "$@"',
     ):
         assert expected in lines, expected
+    assert sum(line.startswith("srun ") for line in lines) == 1
     others = ("slurm/", "scripts of this folder", "--kill-on-bad-exit: ")
     assert not any(other in line for other in others for line in lines)
     checked = subprocess.run(
