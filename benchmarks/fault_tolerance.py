@@ -44,7 +44,7 @@ def contestants(work: Work, directory: Path) -> dict[str, Step]:
     strategy, step, module = begin()
     with strategy.scope():
         checkpoint = ms.checkpoint.Checkpoint(module=module)
-    handler = ms.experimental.PreemptionCheckpointHandler(
+    handler = ms.fault_tolerance.PreemptionCheckpointHandler(
         strategy.cluster_resolver, checkpoint, directory
     )
     watched, compared, _ = begin()

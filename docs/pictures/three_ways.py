@@ -22,7 +22,7 @@ WAYS = (
     (
         "It trains on one device",
         "a loop over batches",
-        "Change at most six lines",
+        "Change a few lines",
         (
             "strategy = (",
             "    ms.MultiWorkerMirroredStrategy()",
@@ -85,7 +85,7 @@ def main() -> None:
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" role="img">',
-        "<title>Three ways to mpistrat: change nothing, six lines, or scope and run</title>",
+        "<title>Three ways to mpistrat: change nothing, a few lines, or scope and run</title>",
         f"<style>{STYLE}</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="#f8fafc"/>',
         text(WIDTH / 2, 32, "question", "What is your program today?"),

@@ -232,9 +232,7 @@ class Router(Communicator):
         return self._overridden[implementation]
 
     def move_by(
-        self,
-        transport: Transport,
-        forced: Mapping[CommunicationImplementation, Transport] = {},
+        self, transport: Transport, forced: Mapping[CommunicationImplementation, Transport] = {}
     ) -> None:
         """From now on, let `transport` take calls before all other transports. Collective.
 

@@ -126,15 +126,18 @@ def describe_exit(status: int | None) -> str:
         return "died without a word (killed, or ended by os._exit)"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         hints: dict[int, str] = {
-            signal.SIGKILL: ": the kernel does that when memory runs out, MPICH's launcher when a rank closes "
-            "descriptors that are not its own (os.closerange), else somebody did",
+            signal.SIGKILL: ": memory ran out, or somebody killed it, or MPICH did so after os.closerange()",
             signal.SIGSEGV: ": a segmentation fault",
             signal.SIGBUS: ": a bus error, often a full /dev/shm or a truncated file",
         }
-        return f"was killed by {name}{hints.get(number, '')}"
+        return f"was killed by {name_of_signal(number)}{hints.get(number, '')}"
     return f"ended with exit code {os.WEXITSTATUS(status)} and without MPI_Finalize, as os._exit() does"
+
+
+def name_of_signal(number: int) -> str:
+    """Return the signal's name, such as "SIGKILL"; "signal 40" for a signal without a name."""
+    return {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
 
 
 def exit_code(status: int | None) -> int:

@@ -173,7 +173,7 @@ def _advice(trace: _Trace, where: str) -> Iterator[str]:
     waits, advice = trace.waited_for(), _LOSSES[largest]
     if waits:
         slowest, total = max(waits, key=waits.__getitem__), sum(waits.values())
-        yield f"The others waited longest for {slowest}: {waits[slowest]:.2f} s of {total:.2f} s."
+        yield f"The others waited longest for {slowest}: {waits[slowest]:.2f} of {total:.2f} s of waiting."
         if largest == _WAIT and waits[slowest] > total / 2:
             advice = f"Look in {where} for the work of {slowest} while the others wait."
     if most >= _MUCH:

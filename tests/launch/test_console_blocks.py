@@ -9,8 +9,13 @@ from support import console
 from support.documentation import TOP
 from support.harness.mpi_launcher import Launcher
 
-# Each page shows jobs that fail. test_tutorial.py and test_migration.py run other pages.
-PAGES = ("docs/divergence.md", "docs/stalls.md", "docs/torch_distributed.md")
+# Each page has so many jobs that fail. test_tutorial.py and test_migration.py run other pages.
+FAILING = {
+    "docs/checkpoints.md": 0,
+    "docs/divergence.md": 1,
+    "docs/stalls.md": 1,
+    "docs/torch_distributed.md": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +26,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[st
         yield environment
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", FAILING)
 def test_commands_print_what_the_page_shows(
     tmp_path: Path, environment: Mapping[str, str], page: str
 ) -> None:
     jobs = console.run(TOP / page, tmp_path, environment)
     assert jobs
-    assert 0 not in [job.returncode for job in jobs]
+    assert len([job for job in jobs if job.returncode]) == FAILING[page]

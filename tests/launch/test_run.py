@@ -122,6 +122,38 @@ def test_a_program_without_a_group(launcher: Launcher, tmp_path: Path) -> None:
     until(lambda: not any(map(Path.exists, mapped)), f"{mapped} gone", 20)
 
 
+BY_ITSELF = """
+import sys
+import torch
+import mpistrat as ms
+how = sys.argv[1]
+if how == "group":
+    torch.distributed.init_process_group()
+elif how == "strategy":
+    ms.MultiWorkerMirroredStrategy()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "notices"),
+    [(2, "neither", 1), (2, "group", 0), (2, "strategy", 0), (1, "neither", 0)],
+)
+def test_ranks_that_train_by_themselves(tmp_path: Path, ranks: int, how: str, notices: int) -> None:
+    (tmp_path / "program.py").write_text(BY_ITSELF)
+    launcher = Launcher.named("MPICH")
+    job = launcher.run_python(ranks, *RUN, "program.py", how, forked=True, cwd=tmp_path)
+    assert job.returncode == 0, job.output
+    said = "an optimizer steps, and the program has neither called init_process_group nor made"
+    assert job.stderr.count(said) == notices, job.output
+    if notices:
+        assert "each of the 2 ranks trains a model by itself" in job.stderr
+
+
 KEPT = """
 import os, sys
 import torch, torch.distributed as dist

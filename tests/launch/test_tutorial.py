@@ -79,7 +79,7 @@ def test_torchrun_prints_the_same_losses(tmp_path: Path) -> None:
     page = AT_THE_KEYBOARD[0].read_text(encoding="utf-8")
     (program,) = (step for step in console.steps(page) if isinstance(step, SavedFile))
     (shown,) = (step for step in console.steps(page) if isinstance(step, Command))
-    (command,) = re.findall(r"^`(torchrun .*)` prints the same losses", page, re.MULTILINE)
+    (command,) = re.findall(r"`(torchrun .*)` prints the same losses", page)
     (tmp_path / program.name).write_text(program.text, encoding="utf-8")
     environment = of_a_reader(Launcher.named("MPICH").environment())
     try:

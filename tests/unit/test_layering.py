@@ -275,6 +275,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "backend",
             "default_backend",
+            "separate_training",
         ),
         (
             "default_group",

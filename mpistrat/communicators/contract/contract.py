@@ -12,11 +12,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.communicators.contract.agreement import MessageAgreement, SharedMemoryAgreement
-from mpistrat.communicators.contract.call_signature import (
-    CallSignature,
-    mismatch,
-    signature_of,
-)
+from mpistrat.communicators.contract.call_signature import CallSignature, mismatch, signature_of
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all, mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError

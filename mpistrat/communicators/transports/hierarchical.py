@@ -25,12 +25,7 @@ from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transport import Operands, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
-from mpistrat.communicators.transports.window import (
-    MEMORY,
-    MPI,
-    WindowTransport,
-    are_sliced,
-)
+from mpistrat.communicators.transports.window import MEMORY, MPI, WindowTransport, are_sliced
 
 # For smaller buffers, the meetings within a node cost more time than the network saves.
 SMALLEST = 1 << 16

@@ -49,9 +49,7 @@ def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Modu
 
 
 def check_optimizers(
-    owner: StrategyModules,
-    optimizers: Iterable[Optimizer],
-    modules: Sequence[Module],
+    owner: StrategyModules, optimizers: Iterable[Optimizer], modules: Sequence[Module]
 ) -> None:
     """Check that each optimizer trains the modules that are given to `prepare` with it.
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from mpistrat.liveness.processes import name_of_signal
+
 MOST_WORDS = 1 << 20  # bytes: only the end of a longer output is read
 _NO_END = "no end within"
 
@@ -94,10 +96,7 @@ def how_it_ended(code: int) -> str:
     """Return how a process ended, in words; "" for exit code 0. A negative code is a signal, as in subprocess."""
     if code >= 0:
         return f"exit code {code}" if code else ""
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return f"killed by {name_of_signal(-code)}"
 
 
 def written(file: IO[bytes]) -> str:

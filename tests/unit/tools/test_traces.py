@@ -68,7 +68,7 @@ def test_seconds_of_each_rank_after_the_first_step(
         seconds = [float(number) for number in re.findall(r"([\d.]+) s ", line)]
         # In all, waiting, moving bytes, input.
         assert seconds == pytest.approx([0.55, waits, 0.05, 0.02], abs=0.011)
-    assert waited == "The others waited longest for rank 1: 0.40 s of 0.40 s."
+    assert waited == "The others waited longest for rank 1: 0.40 of 0.40 s of waiting."
 
 
 def rows_with(folder: Path, colour: tuple[int, int, int]) -> list[int]:
@@ -87,7 +87,7 @@ def test_the_picture_and_the_advice(tmp_path: Path, capsys: pytest.CaptureFixtur
     output = capsys.readouterr().out
     assert f"{tmp_path}/timeline.png shows 2 ranks, steps 7 to 14 of 21.\n" in output
     assert output.endswith(
-        "The others waited longest for rank 1: 0.80 s of 0.80 s.\n"
+        "The others waited longest for rank 1: 0.80 of 0.80 s of waiting.\n"
         "Look in the picture for the work of rank 1 while the others wait.\n"
     )
     upper, lower = rows_with(tmp_path, ORANGE)
@@ -141,7 +141,7 @@ def test_waits_beside_the_training_are_no_loss(
     _, _, first, second, waited, last = capsys.readouterr().out.splitlines()[-6:]
     for line in (first, second):
         assert "    0.00 s   0.0%    0.00 s   0.0%    0.00 s " in line
-    assert waited == "The others waited longest for rank 1: 0.18 s of 0.18 s."
+    assert waited == "The others waited longest for rank 1: 0.18 of 0.18 s of waiting."
     assert last.startswith("Each rank computes for more than nine tenths of its time")
     (axes,) = pyplot.gcf().axes
     pyplot.close()
