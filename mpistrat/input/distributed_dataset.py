@@ -238,15 +238,15 @@ class DistributedDataset(Iterable[Any]):
         reader, size = self._reader, self._extended.communicator.size
         saved = {name: state.get(name) for name in ("source", "batch_size")}
         here = reader.identity()
+        if not reader.same_for_any_ranks and state.get("ranks") != size:
+            raise ValueError(
+                f"the input was saved on {state.get('ranks')} ranks, this is {size}. Start as many ranks as before: "
+                "each rank reads data of its own (local_batches=True, a dataset function, or AutoShardPolicy.OFF)"
+            )
         if saved != here:
             raise ValueError(
                 f"the state is of another input, {saved}, and this is {here}. Load it into a dataset of the same kind, "
                 "with the same batch size"
-            )
-        if not reader.same_for_any_ranks and state.get("ranks") != size:
-            raise ValueError(
-                f"the input was saved on {state.get('ranks')} ranks, this is {size}. Start as many ranks as before: "
-                "each rank reads data of its own (a dataset function, or AutoShardPolicy.OFF)"
             )
         reader.load_state(self._extended.communicator, state)
         self._shared.epoch, self._shared.start = state["epoch"], state["steps"]

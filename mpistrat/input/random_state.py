@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -16,8 +14,6 @@ import torch.utils.data as data
 from mpistrat.arrays import default_device
 from mpistrat.input import generator_states
 from mpistrat.machine.devices import torch_accelerator
-
-_text = functools.partial(json.dumps, default=torch.Tensor.tolist)  # of a generator's state
 
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
@@ -62,46 +58,46 @@ class RandomState:
         """
         return len(state.get("devices", ())) == len(self._devices)
 
-    def begin_at(self, state: dict[str, Any] | None) -> None:
-        """Let the next epoch begin with the generators in `state`, a value of `began`. None leaves them as they are."""
-        self._begin_at = state
+    def begin_at(self, state: dict[str, Any] | None, steps: int) -> None:
+        """Let an epoch begin with the generators in `state`, a value of `began` or `now()`; it may lack some.
+
+        Args: steps: number of steps of this epoch that are done. With 0, the generators are set now: the program may
+            seed them again before the epoch, as it does in a run without a restart.
+        """
+        self._begin_at = None
+        if steps:
+            self._begin_at = state
+        else:
+            self._set({**self._capture(), **(state or {})})
 
     @contextmanager
     def of_epoch(self) -> Iterator[None]:
         """A context around `iter(loader)` and the first batch, where samplers draw their order. It sets `began`.
 
-        After `begin_at(state)` it sets the generators to `state`, and at its end puts the global generators back. But a
-        generator that is in `state` already goes on from there, as do the samplers' own: the state was saved between
-        two epochs, and this is the first draw after it.
+        After `begin_at(state, steps)` in mid-epoch it sets the generators to `state`, and at its end puts the global
+        generators back. The samplers' own generators go on from `state`.
         """
-        self.began = self.now()
+        self.began, now = self.now(), self._capture()
         if self._begin_at is None:
             yield
             return
-        now, self._begin_at = {**self._capture(), "own": self.began["own"]}, None
+        self._begin_at = None
         self._set(self.began)
         try:
             yield
         finally:
-            drawn = self._capture()
-            for name, began in self.began.items():
-                if _text(began) != _text(now[name]):
-                    drawn[name] = now[name]
-            self._set(drawn)
+            self._set({**now, "own": [generator.get_state() for generator in self._of_owners]})
 
     def now(self) -> dict[str, Any]:
         """Return the states at the next epoch's beginning: those of `begin_at`, or else the present states."""
-        return {**self._capture(), **(self._begin_at or {})}
+        return self._begin_at or self._capture()
 
     def _capture(self) -> dict[str, Any]:
+        name, words, *others = cast("Any", np.random.get_state())
         return {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            # torch.load refuses NumPy arrays
-            "numpy": [
-                part.tolist() if isinstance(part, np.ndarray) else part
-                for part in np.random.get_state()
-            ],
+            "numpy": [name, words.tolist(), *others],  # torch.load refuses NumPy arrays
             "own": [generator.get_state() for generator in self._of_owners],
             "devices": [torch.get_device_module(d).get_rng_state(d) for d in self._devices],
         }

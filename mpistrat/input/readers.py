@@ -155,7 +155,7 @@ class _NoRandomState:
     def now(self) -> None:
         return None
 
-    def begin_at(self, state: Any) -> None:
+    def begin_at(self, state: Any, steps: int) -> None:
         return None
 
 
@@ -265,7 +265,8 @@ class ReplayedReader(GlobalReader):
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         random = state["random"]
-        self._random.begin_at(random if self.same_for_any_ranks else random[communicator.rank])
+        random = random if self.same_for_any_ranks else random[communicator.rank]
+        self._random.begin_at(random, state["steps"])
 
     def state_schema(self) -> dict[str, Any]:
         schema = self._random.schema
@@ -428,7 +429,7 @@ class FunctionReader(Reader):
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         states = state["random"][communicator.rank]
         for random, saved in zip(self._random, states, strict=True):
-            random.begin_at(saved)
+            random.begin_at(saved, state["steps"])
 
     def state_schema(self) -> dict[str, Any]:
         return {"random": [[(None, dict)]]}

@@ -73,17 +73,14 @@ def _takes_share(sampler: Any) -> bool:
     A torch DistributedSampler does, and any sampler whose `num_replicas` (torch) or `num_processes` (accelerate)
     exceeds 1.
     """
-    counts = (getattr(sampler, name, None) for name in ("num_replicas", "num_processes"))
-    shards = any(isinstance(count, int) and count > 1 for count in counts)
-    return isinstance(sampler, data.DistributedSampler) or shards
+    counts = (readers.number_of(sampler, name) or 1 for name in ("num_replicas", "num_processes"))
+    return isinstance(sampler, data.DistributedSampler) or max(counts) > 1
 
 
 def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
     """Whether the loader's class overrides DataLoader's iteration."""
-    return any(
-        getattr(type(loader), name, None) is not getattr(data.DataLoader, name, None)
-        for name in ("__iter__", "_get_iterator")
-    )
+    of, torchs = type(loader), data.DataLoader
+    return of.__iter__ is not torchs.__iter__ or of._get_iterator is not torchs._get_iterator
 
 
 class _WholePipe(data.IterableDataset[Any]):
@@ -168,10 +165,11 @@ class WholeLoader(Restartable):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the samplers and the dataset.
+        """Set the epoch of the samplers and the dataset, before the epoch is read.
 
         A DistributedSampler keeps its epoch once the program has set an epoch itself.
         """
+        _draw_no_second_seed(self._loader, epoch)
         for part in _parts_of(self._loader):
             if id(part) not in self._known_epochs:
                 readers.set_epoch(part, epoch)
@@ -200,6 +198,19 @@ def _copy_of(loader: data.DataLoader[Any], seed_id: int, **changes: Any) -> data
     made.worker_init_fn = WorkerInit(loader, seed_id)
     made._iterator = None  # not the persistent worker processes of the program's loader
     return made
+
+
+def _draw_no_second_seed(loader: data.DataLoader[Any], epoch: int) -> None:
+    """Let persistent worker processes that start after epoch 0, because of a restart, draw from no generator.
+
+    torch draws a seed for worker processes when it starts them. Without a restart, persistent ones started in epoch 0.
+    A second seed would change the order of this epoch and of later ones.
+
+    Args: loader: its `generator` is replaced; torch uses it for this seed, and the samplers have generators themselves.
+    """
+    if epoch and loader.persistent_workers and loader._iterator is None:
+        device = (loader.generator or torch.empty(0)).device
+        loader.generator = torch.Generator(device).manual_seed(torch.initial_seed() + epoch)
 
 
 class _PieceSampler:
@@ -345,6 +356,7 @@ class LoaderReader(ReplayedReader):
             # The loader must keep the order of the pieces, because `_PieceSampler.handed_out` has that order.
             how = {"batch_sampler": _PieceSampler(), "collate_fn": self._collate, "in_order": True}
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
+        _draw_no_second_seed(self._loader, epoch)
         loader, sampler = self._loader, cast("_PieceSampler", self._loader.batch_sampler)
         index_batches = itertools.chain.from_iterable(self._index_batches(sampler))
         sampler.begin(self._steps_of(index_batches, Lists(), start))

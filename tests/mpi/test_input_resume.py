@@ -184,6 +184,73 @@ def test_a_checkpoint_between_two_epochs_repeats_no_order(source, directory):
     assert len({str(order) for order, _ in whole}) == 4
 
 
+SEEDED = {
+    "torch": (shuffled_loader, lambda loader, epoch: torch.manual_seed(epoch)),
+    "loader": (own_generator, lambda loader, epoch: loader.generator.manual_seed(epoch)),
+    "stream": (stream, lambda loader, epoch: torch.manual_seed(epoch)),
+    "own numbers": (shuffled_loader, lambda loader, epoch: torch.rand(3)),
+}
+
+
+@pytest.mark.parametrize("how", SEEDED)
+def test_a_program_that_seeds_each_epoch(how, directory):
+    """As without a restart: a seed, or a draw, between the restore and the epoch counts."""
+
+    def trained(name, epochs):
+        make, begin = SEEDED[how]
+        torch.manual_seed(1)
+        loader = make()
+        data = ms.MultiWorkerMirroredStrategy().experimental_distribute_dataset(loader)
+        epoch = ms.Variable(0)
+        checkpoint = ms.checkpoint.Checkpoint(data=data, epoch=epoch)
+        manager = ms.checkpoint.CheckpointManager(checkpoint, directory / name)
+        manager.restore_or_initialize()
+        found = []
+        while int(epoch) < epochs:
+            begin(loader, 7 + int(epoch))
+            found.append(examples(data))
+            epoch.assign_add(1)
+            manager.save(int(epoch))
+        return found
+
+    whole = trained("whole", 4)
+    assert trained("parts", 2) + trained("parts", 4) == whole
+    assert len({str(order) for order in whole}) == 4
+
+
+def persistent(**kwargs):
+    return shuffled_loader(num_workers=1, persistent_workers=True, **kwargs)
+
+
+PERSISTENT = {
+    "global generator": lambda strategy: strategy.experimental_distribute_dataset(persistent()),
+    "own generator": lambda strategy: strategy.experimental_distribute_dataset(
+        persistent(generator=torch.Generator().manual_seed(5))
+    ),
+    "local batches": lambda strategy: strategy.prepare(persistent(), local_batches=True),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", PERSISTENT)
+def test_persistent_workers_of_an_earlier_epoch(kind, steps):
+    """They drew a seed in the first epoch only. Those of the restart draw none; so the order of later epochs holds."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    torch.manual_seed(1)
+    before = PERSISTENT[kind](strategy)
+    examples(before)
+    iterator = iter(before)
+    examples(itertools.islice(iterator, steps))
+    state, numbers = iterator.state_dict(), torch.get_rng_state()
+    tail, following = examples(iterator), examples(before)
+
+    torch.manual_seed(99)
+    after = PERSISTENT[kind](strategy)
+    after.load_state_dict(state)
+    torch.set_rng_state(numbers)  # as a checkpoint does
+    assert [examples(after), examples(after)] == [tail, following]
+
+
 def sampled(context):
     mine = TensorDataset(torch.arange(context.input_pipeline_id, EXAMPLES, SIZE))
     return DataLoader(mine, 4, sampler=DistributedSampler(mine, 1, 0))
