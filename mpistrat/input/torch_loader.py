@@ -209,7 +209,8 @@ def _draw_no_second_seed(loader: data.DataLoader[Any], epoch: int) -> None:
     Args: loader: its `generator` is replaced; torch uses it for this seed, and the samplers have generators themselves.
     """
     if epoch and loader.persistent_workers and loader._iterator is None:
-        device = (loader.generator or torch.empty(0)).device
+        given = loader.generator
+        device = torch.get_default_device() if given is None else given.device
         loader.generator = torch.Generator(device).manual_seed(torch.initial_seed() + epoch)
 
 
