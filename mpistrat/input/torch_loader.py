@@ -210,10 +210,8 @@ def _draw_no_second_seed(loader: data.DataLoader[Any], epoch: int) -> None:
     """
     if epoch and loader.persistent_workers and loader._iterator is None:
         given = loader.generator
-        device = torch.get_default_device() if given is None else given.device
-        loader.generator = torch.Generator(device).manual_seed(
-            (torch.initial_seed() + epoch) % (1 << 63)
-        )
+        made = torch.Generator(given.device if given else torch.get_default_device())
+        loader.generator = made.manual_seed((torch.initial_seed() + epoch) % (1 << 63))
 
 
 class _PieceSampler:
