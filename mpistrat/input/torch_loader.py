@@ -209,8 +209,8 @@ def _draw_no_second_seed(loader: data.DataLoader[Any], epoch: int) -> None:
     Args: loader: its `generator` is replaced; torch uses it for this seed, and the samplers have generators themselves.
     """
     if epoch and loader.persistent_workers and loader._iterator is None:
-        given = loader.generator
-        made = torch.Generator(given.device if given else torch.get_default_device())
+        generator = loader.generator
+        made = torch.Generator(generator.device if generator else torch.get_default_device())
         loader.generator = made.manual_seed((torch.initial_seed() + epoch) % (1 << 63))
 
 
