@@ -63,9 +63,9 @@ class DirectoryLock:
         except BlockingIOError:
             holder = os.pread(file, 200, 0).decode(errors="replace").strip()
             raise RuntimeError(
-                f"another job, {holder or 'which has just begun'}, writes checkpoints into {directory}. Give each job "
-                "a directory of its own, or wait until that job has ended. Ranks of a job save together in one "
-                "strategy, such as MultiWorkerMirroredStrategy; in a OneDeviceStrategy each is like a job of its own"
+                f"another job, {holder or 'which has just begun'}, writes checkpoints into {directory}. (Ranks of a "
+                "job save together in one strategy, such as MultiWorkerMirroredStrategy; in a OneDeviceStrategy each "
+                "is like a job of its own.) Give each job a directory of its own, or wait until that job has ended"
             ) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:

@@ -124,6 +124,8 @@ class RandomStates:
             else:
                 generators.append(saved["torch"][replica - saved["first_replica"]])
         set_generators_of(extended.replicas, generators)
+        for random_state in generator_states.loaded:
+            random_state.remember()
         return missing
 
 

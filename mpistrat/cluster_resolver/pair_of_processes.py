@@ -21,10 +21,7 @@ Command = tuple[list[str], dict[str, str]]
 
 
 def commands(
-    version: str,
-    library: str,
-    hosts: Sequence[str] = (),
-    environ: Mapping[str, str] = os.environ,
+    version: str, library: str, hosts: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> Iterator[Command]:
     """Yield commands that may start an MPI job of two processes: one with mpiexec, then one with srun.
 

@@ -1,4 +1,4 @@
-"""Checks of the states of random generators, for `checkpoint.schema`.
+"""Checks of the states of random generators, for `checkpoint.schema`; and the loaders that wait for a restore's end.
 
 Each function raises an exception if its argument is not such a state, and else returns None. It sets a new generator to
 the state, so the program's generators do not change.
@@ -7,9 +7,13 @@ the state, so the program's generators do not change.
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import numpy as np
+
+# The `RandomState`s of loaders that go on from a saved state. A restore calls their `remember` at its end.
+loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def of_python(state: Any) -> None:

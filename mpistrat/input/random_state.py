@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,8 @@ import torch.utils.data as data
 from mpistrat.arrays import default_device
 from mpistrat.input import generator_states
 from mpistrat.machine.devices import torch_accelerator
+
+_text = functools.partial(json.dumps, default=torch.Tensor.tolist)  # of a generator's state
 
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
@@ -49,7 +53,7 @@ class RandomState:
         default: Any = default_device()
         self._devices = [default] if getattr(default, "type", None) == torch_accelerator() else []
         self.began: dict[str, Any] | None = None
-        self._begin_at: dict[str, Any] | None = None
+        self._begin_at, self._in_epoch = dict[str, Any](), False
 
     def fits(self, state: dict[str, Any]) -> bool:
         """Whether `state` has a generator state of the default device if this program draws from one, and else none.
@@ -59,38 +63,53 @@ class RandomState:
         return len(state.get("devices", ())) == len(self._devices)
 
     def begin_at(self, state: dict[str, Any] | None, steps: int) -> None:
-        """Let an epoch begin with the generators in `state`, a value of `began` or `now()`; it may lack some.
+        """Let the next epoch begin with the generators in `state`, a value of `began` or `now()`.
 
-        Args: steps: number of steps of this epoch that are done. With 0, the generators are set now: the program may
-            seed them again before the epoch, as it does in a run without a restart.
+        Args:
+            state: None leaves the generators as they are.
+            steps: number of steps of this epoch that are done. With 0 the state was saved between two epochs. If the
+                program then seeds a generator, or draws from it, before the epoch, its own numbers count.
         """
-        self._begin_at = None
-        if steps:
-            self._begin_at = state
-        else:
-            self._set({**self._capture(), **(state or {})})
+        present, saved = self._capture(), state or {}
+        self._set({**present, "own": saved.get("own", present["own"])})
+        self._begin_at, self._in_epoch = saved, bool(steps)
+        self.remember()
+        generator_states.loaded.add(self)
+
+    def remember(self) -> None:
+        """Remember the present states, to see later whether the program has used a generator since."""
+        self._restored = self._capture()
 
     @contextmanager
     def of_epoch(self) -> Iterator[None]:
         """A context around `iter(loader)` and the first batch, where samplers draw their order. It sets `began`.
 
-        After `begin_at(state, steps)` in mid-epoch it sets the generators to `state`, and at its end puts the global
-        generators back. The samplers' own generators go on from `state`.
+        After `begin_at(state)` it sets the generators to `state`, and at its end puts the global generators back. But a
+        generator that is in `state` already goes on from there, as do the samplers' own: the state was saved between
+        two epochs, and this is the first draw after it.
         """
-        self.began, now = self.now(), self._capture()
-        if self._begin_at is None:
+        self.began = self.now()
+        if not self._begin_at:
             yield
             return
-        self._begin_at = None
+        before, self._begin_at = {**self._capture(), "own": self.began["own"]}, {}
         self._set(self.began)
         try:
             yield
         finally:
-            self._set({**now, "own": [generator.get_state() for generator in self._of_owners]})
+            drawn = self._capture()
+            for name, began in self.began.items():
+                if _text(began) != _text(before[name]):
+                    drawn[name] = before[name]
+            self._set(drawn)
 
     def now(self) -> dict[str, Any]:
         """Return the states at the next epoch's beginning: those of `begin_at`, or else the present states."""
-        return self._begin_at or self._capture()
+        present = self._capture()
+        for name, saved in self._begin_at.items():
+            if self._in_epoch or _text(present[name]) == _text(self._restored[name]):
+                present[name] = saved
+        return present
 
     def _capture(self) -> dict[str, Any]:
         name, words, *others = cast("Any", np.random.get_state())

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
 import torch.utils.data as data
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
@@ -36,6 +35,7 @@ from mpistrat.input.worker_processes import WorkerInit, guarded, starting_proces
 from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
+from mpistrat.torch_distributed.next_group import has_default_group
 
 # Index lists in the first and the longest message. Messages are few and long, because all ranks wait at each of them.
 # Rank 0's sampler runs ahead of the loading by one message.
@@ -115,7 +115,7 @@ class WholeLoader(Restartable):
         self._loader = loader
         self._whole_on = whole_on
         seed_id *= not isinstance(loader.dataset, data.IterableDataset)
-        if loader.num_workers and (seed_id or loader.multiprocessing_context is None):
+        if loader.num_workers:
             self._loader = _copy_of(loader, seed_id)
         self._user = loader
         self._known_epochs = {
@@ -142,8 +142,7 @@ class WholeLoader(Restartable):
             datapipe: then each rank gets all elements anyway.
         """
         pipe = self._user.dataset
-        has_group = dist.is_available() and dist.is_initialized()
-        if not (has_group and isinstance(pipe, data.IterDataPipe)):
+        if not (has_default_group() and isinstance(pipe, data.IterDataPipe)):
             return self._loader
         # A DataLoader draws a seed this way, and shares it over the default group.
         seed = ranks.broadcast_object(_drawn(self._user.generator), label="seed of the datapipe")
@@ -206,9 +205,13 @@ def _draw_no_second_seed(loader: data.DataLoader[Any], epoch: int) -> None:
     torch draws a seed for worker processes when it starts them. Without a restart, persistent ones started in epoch 0.
     A second seed would change the order of this epoch and of later ones.
 
-    Args: loader: its `generator` is replaced; torch uses it for this seed, and the samplers have generators themselves.
+    Streams stay as they are, because their order may come from that seed.
+
+    Args: loader: a copy of the program's loader. Its `generator` is replaced: torch draws this seed from it, and the
+        samplers have generators of their own.
     """
-    if epoch and loader.persistent_workers and loader._iterator is None:
+    starts = loader.persistent_workers and loader._iterator is None
+    if epoch and starts and not isinstance(loader.dataset, data.IterableDataset):
         generator = loader.generator
         made = torch.Generator(generator.device if generator else torch.get_default_device())
         loader.generator = made.manual_seed((torch.initial_seed() + epoch) % (1 << 63))
@@ -463,6 +466,7 @@ class LoaderReader(ReplayedReader):
         return self._template
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+        self._loader = None  # persistent worker processes start again, as they do after a restart
         super().load_state(communicator, state)
         if communicator.rank == 0 and not self._random.fits(self._random.now()):
             tell(

@@ -183,10 +183,7 @@ class Mirroring(StrategyModules):
             )
 
     def _collect(
-        self,
-        roots: Iterable[Module],
-        tensors_of: Callable[[Module], NewTensors],
-        new: NewTensors,
+        self, roots: Iterable[Module], tensors_of: Callable[[Module], NewTensors], new: NewTensors
     ) -> None:
         """Add the tensors of modules to `new`, except lazy and "meta" tensors: the next `mirror_new` looks again.
 

@@ -24,6 +24,7 @@ from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 from mpistrat.pytorch.modules.preparing import check_alike, compared
 from mpistrat.pytorch.modules.strategy_modules import all_modules, strategy_of
+from mpistrat.torch_distributed.next_group import has_default_group
 
 # A list for each optimizer, as of its last check: first (id of the reducer, whether it had reduced gradients), then
 # (`id`, requires_grad) of each parameter.
@@ -170,7 +171,7 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
     Called by: `_before_step`, unless the step is inside `run` or `replica()` of a strategy with several replicas.
     """
     global _has_warned
-    if _has_warned or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if _has_warned or has_default_group():
         return  # DistributedDataParallel may keep the parameters equal
     strategy, context, _ = current_mode()
     inside_run = context is not None and not strategy.is_default

@@ -1,6 +1,7 @@
 """Under `mpistrat run`: gives a program the backend "mpistrat" when it asks torch for gloo, NCCL or no backend.
 
-It also prints the number of ranks when the program's default group is made.
+It also prints the number of ranks when the program's default group is made, and a notice when an optimizer steps
+without such a group.
 
 Only this file replaces a function of torch.distributed, `init_process_group`.
 """
@@ -10,12 +11,15 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpistrat.machine.notices import tell
 from mpistrat.topology import ranks_and_nodes
+from mpistrat.torch_distributed import default_group
+from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.process_group import NAME
 from mpistrat.torch_distributed.rendezvous import base
 
@@ -38,7 +42,8 @@ def is_replaced(backend: str | None) -> bool:
 def replace_init_process_group(*, keeps_backend: bool) -> None:
     """Have `init_process_group` make the default group on our backend, if it names a replaced backend or none.
 
-    Rank 0 then prints the number of ranks and nodes, and the group's backend.
+    Rank 0 then prints the number of ranks and nodes, and the group's backend. It prints a notice if an optimizer steps
+    and torch has no default group; not with `keeps_backend`, because a strategy then makes no group.
 
     Another backend, such as "ucc", "fake" or "xla", is the program's own choice and stays. A store that the program
     gives, `timeout`, `device_id` and other arguments stay, too. Without a store the init method becomes "mpi://".
@@ -67,6 +72,18 @@ def replace_init_process_group(*, keeps_backend: bool) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(original.__name__) is original:
             setattr(module, original.__name__, init_process_group)
+    if base().rank == 0 and base().size > 1:
+        register_optimizer_step_pre_hook(not_compiled(_before_step))
+
+
+def _before_step(*_: Any) -> None:
+    if default_group.is_wanted():
+        _tell_once(
+            "an optimizer steps, and torch has no process group. If the program does not add up gradients in its own "
+            f"way, each of the {base().size} ranks trains a model by itself, on all of the data. Use "
+            "DistributedDataParallel, or a strategy of several ranks: docs/existing_programs.md has diffs",
+            "WARNING",
+        )
 
 
 def _backend() -> str:
@@ -76,8 +93,8 @@ def _backend() -> str:
 
 
 @functools.cache
-def _tell_once(text: str) -> None:
-    tell(text, "INFO")
+def _tell_once(text: str, level: Literal["INFO", "WARNING"] = "INFO") -> None:
+    tell(text, level)
 
 
 def _check(arguments: dict[str, Any]) -> None:

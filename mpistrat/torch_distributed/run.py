@@ -40,7 +40,6 @@ def run_program(
 
     from mpistrat.torch_distributed.default_backend import replace_init_process_group
     from mpistrat.torch_distributed.rendezvous import base, start_agent_store
-    from mpistrat.torch_distributed.separate_training import look_for_separate_training
     from mpistrat.torch_distributed.spawned_ranks import look_for_spawned_ranks
 
     default_group.make_known_to_torch()
@@ -54,7 +53,6 @@ def run_program(
     default_group.with_every_strategy = not keeps_backend
     if ranks.rank == 0:
         look_for_spawned_ranks()
-        look_for_separate_training(ranks.size)
     sys.argv = [program, *arguments]
     try:
         _run_as_main(program, is_module)

@@ -36,8 +36,12 @@ def test_the_model_stays_after_a_training(tmp_path: Path) -> None:
     launcher = Launcher.named("MPICH")
     made = run_job(INIT, launcher.environment(), 60, tmp_path)
     assert made.returncode == 0, made.output
-    job = launcher.run_python(2, "train.py", cwd=tmp_path, seconds=60)
-    assert job.returncode == 0, job.output
+    program = (tmp_path / "train.py").read_text()
+    (tmp_path / "train.py").write_text(program.replace("(4096, 20)", "(5000, 20)"))
+    first, again = (launcher.run_python(2, "train.py", cwd=tmp_path, seconds=60) for _ in range(2))
+    assert first.returncode == again.returncode == 0, first.output + again.output
+    assert first.stdout.splitlines()[-1].startswith("step 320: loss 0.")
+    assert "has all steps. Remove the folder checkpoints to train again." in again.stdout
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     assert {*state} == {"weight", "bias"}
 

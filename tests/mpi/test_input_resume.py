@@ -208,14 +208,55 @@ def test_a_program_that_seeds_each_epoch(how, directory):
         found = []
         while int(epoch) < epochs:
             begin(loader, 7 + int(epoch))
-            found.append(examples(data))
+            found.append((examples(data), torch.rand(2).tolist()))
             epoch.assign_add(1)
             manager.save(int(epoch))
         return found
 
     whole = trained("whole", 4)
     assert trained("parts", 2) + trained("parts", 4) == whole
-    assert len({str(order) for order in whole}) == 4
+    assert len({str(order) for order, _ in whole}) == 4
+
+
+def test_a_load_leaves_the_program_its_random_numbers():
+    """Each rank its own; only the order of the loader that was loaded is repeated."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    torch.manual_seed(1 + RANK)
+    train, shown = map(strategy.experimental_distribute_dataset, [shuffled_loader(), arrays()])
+    start, rows, found = train.state_dict(), shown.state_dict(), []
+    for _ in range(3):
+        found.append((examples(train), torch.rand(2).tolist()))
+        shown.load_state_dict(rows)
+        examples(shown)
+    assert len({str(order) for order, _ in found}) == 3
+    assert len({str(numbers) for _, numbers in found}) == 3
+    before = torch.get_rng_state()
+    train.load_state_dict(start)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert examples(train) == found[0][0]
+    numbers = WORLD.allgather(torch.rand(2).tolist())
+    assert len({str(numbers_of_rank) for numbers_of_rank in numbers}) == SIZE
+
+
+def test_a_checkpoint_after_a_look_at_the_first_step(directory):
+    """The look has drawn the order already: it is the order of the restart, too."""
+
+    def begun(name):
+        torch.manual_seed(1)
+        data = distributed("global generator")
+        manager = ms.checkpoint.CheckpointManager(
+            ms.checkpoint.Checkpoint(data=data), directory / name
+        )
+        return data, manager
+
+    data, manager = begun("looked")
+    assert data.element_spec is not None
+    manager.save(0)
+    whole = [examples(data), examples(data)]
+    data, manager = begun("looked")
+    torch.manual_seed(99)
+    manager.restore_or_initialize()
+    assert [examples(data), examples(data)] == whole
 
 
 def persistent(**kwargs):

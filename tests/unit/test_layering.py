@@ -275,7 +275,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "backend",
             "default_backend",
-            "separate_training",
         ),
         (
             "default_group",

@@ -208,8 +208,7 @@ def _all_reduce_in_slices(
             there = [lengths[comm.rank] * (rank in holders) for rank in range(comm.size)]
             received = np.empty((len(holders), end - first), np.uint8)
             comm.Alltoallv(
-                [sums[min(row, len(sums) - 1)], here, starts, element],
-                [received, there, element],
+                [sums[min(row, len(sums) - 1)], here, starts, element], [received, there, element]
             )
             pieces |= {(rank, row): r for rank, r in zip(holders, received, strict=True)}
         in_order = [how.view(pieces[key]) for key in sorted(pieces)]

@@ -161,8 +161,7 @@ def _release_all(routes: Routes, held: list[int]) -> None:
 
 
 def not_yet_everywhere(
-    passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
-    holder: Callable[[int], int],
+    passed: Mapping[int, Mapping[_Which, Sequence[Push]]], holder: Callable[[int], int]
 ) -> dict[int, set[_PartOfPush]]:
     """Return, for each server, the parts of pushes that it lacks although another server has made its own part.
 

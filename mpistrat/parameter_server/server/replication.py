@@ -169,11 +169,7 @@ class BackupCopies:
     """
 
     def __init__(
-        self,
-        rpc: RpcEndpoint,
-        store: Store,
-        lock: ChangeLock,
-        taken_over: Callable[[], None],
+        self, rpc: RpcEndpoint, store: Store, lock: ChangeLock, taken_over: Callable[[], None]
     ) -> None:
         self._rpc, self._store = rpc, store
         self._lock, self._taken_over = lock, taken_over

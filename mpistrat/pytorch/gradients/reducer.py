@@ -45,6 +45,7 @@ from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.replicas.torch_modules import ModuleParts
+from mpistrat.torch_distributed.next_group import has_default_group
 from mpistrat.trace import spans
 from mpistrat.wire_formats import ShortFloats
 
@@ -415,8 +416,7 @@ def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
         call: the call's name, for the message.
     Raises: RuntimeError if nothing is mirrored and torch has no default process group to combine gradients with.
     """
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not parameters and not has_group:
+    if not parameters and not has_default_group():
         raise RuntimeError(
             f"{call} inside replica(), where no module is mirrored: each rank would train a model of its own. Call "
             "strategy.prepare(model) on every rank once the model is built. If no gradients are to be combined, call "
