@@ -1,5 +1,6 @@
 """`mpistrat init`: the files that it writes run as they are."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def test_the_model_stays_after_a_training(tmp_path: Path) -> None:
     assert made.returncode == 0, made.output
     program = (tmp_path / "train.py").read_text()
     (tmp_path / "train.py").write_text(program.replace("(4096, 20)", "(5000, 20)"))
-    first, again = (launcher.run_python(2, "train.py", cwd=tmp_path, seconds=60) for _ in range(2))
+    run = functools.partial(launcher.run_python, 2, "train.py", forked=True, cwd=tmp_path)
+    first, again = run(seconds=60), run(seconds=60)
     assert first.returncode == again.returncode == 0, first.output + again.output
     assert first.stdout.splitlines()[-1].startswith("step 320: loss 0.")
     assert "has all steps. Remove the folder checkpoints to train again." in again.stdout
