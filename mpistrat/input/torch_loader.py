@@ -79,8 +79,8 @@ def _takes_share(sampler: Any) -> bool:
 
 def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
     """Whether the loader's class overrides DataLoader's iteration."""
-    of, torchs = type(loader), data.DataLoader
-    return of.__iter__ is not torchs.__iter__ or of._get_iterator is not torchs._get_iterator
+    kind, base = type(loader), data.DataLoader
+    return kind.__iter__ is not base.__iter__ or kind._get_iterator is not base._get_iterator
 
 
 class _WholePipe(data.IterableDataset[Any]):

@@ -127,7 +127,7 @@ def describe_exit(status: int | None) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         hints: dict[int, str] = {
-            signal.SIGKILL: ": memory ran out, or somebody killed it, or MPICH did so after os.closerange()",
+            signal.SIGKILL: ": memory ran out, or somebody killed it, or it closed MPICH's files by os.closerange()",
             signal.SIGSEGV: ": a segmentation fault",
             signal.SIGBUS: ": a bus error, often a full /dev/shm or a truncated file",
         }
