@@ -275,6 +275,15 @@ def test_a_group_that_hangs_ends_by_an_abort(sim: Any) -> None:
     ranks[1].abort()
 
 
+def test_a_call_whose_group_is_aborted_as_it_starts_ends(sim: Any) -> None:
+    """Another thread aborts the group after the call has seen that nobody has."""
+    group, other = groups(sim)
+    group.eager_connect_single_device = lambda _: group.abort()
+    group.allreduce([torch.ones(3, device=DEVICE)]).wait()
+    sim.synchronize()
+    other.abort()
+
+
 def test_a_group_refuses_two_ranks_on_one_device(sim: Any) -> None:
     store = HashStore()
     device = torch.device(DEVICE)
