@@ -19,7 +19,7 @@ from mpistrat.context import (
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.values import ActsAsArray, DistributedValues, PassedWhole
-from mpistrat.variables.updates import fitting, updated
+from mpistrat.variables.updates import updated
 
 _REDUCING = (VariableAggregation.SUM, VariableAggregation.MEAN)
 _IRREDUCIBLE_SCATTERS = ("scatter_min", "scatter_max", "scatter_update")
@@ -386,13 +386,16 @@ class SyncOnReadVariable(DistributedVariable):
     def load_state(self, state: Any) -> None:
         """Set every copy, so that the combined value is `state`. Called by: every rank.
 
-        Each copy gets `state`; with aggregation SUM, `state` divided by the number of replicas.
+        Each copy gets `state`; with aggregation SUM, `state` divided by the number of replicas. Integers are divided
+        without loss, unlike in tf.distribute: the copies of the first replicas get 1 more.
         """
-        if self.aggregation is VariableAggregation.SUM:
-            # The copies add up to the state. Integer copies lose their fractions, as in tf.distribute.
-            share = fitting(self._values[0].read_value(), state, self.name)
-            state = arrays.cast_like(share / self.strategy.num_replicas_in_sync, share)
         self._update_all("assign", state)
+        if self.aggregation is VariableAggregation.SUM:
+            n, first = self.strategy.num_replicas_in_sync, self.strategy.extended.first_replica_id
+            for replica, copy in enumerate(self._values, first):
+                total = copy.read_value()
+                part = total // n + (total % n > replica) if arrays.is_integer(total) else total / n
+                copy.load_state(arrays.cast_like(part, total))
 
     def _update(self, method: str, operand: Any) -> Any:
         """Update this replica's copy inside `run`, or all copies outside.

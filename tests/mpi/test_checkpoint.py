@@ -209,6 +209,9 @@ def test_copies_of_variables(directory):
                 "mean": ms.Variable(
                     value, synchronization=ON_READ, aggregation=ms.VariableAggregation.MEAN
                 ),
+                "count": ms.Variable(
+                    int(value), synchronization=ON_READ, aggregation=ms.VariableAggregation.SUM
+                ),
             }
 
     strategy = ms.MultiWorkerMirroredStrategy(devices=("cpu:0", "cpu:1"))
@@ -216,15 +219,15 @@ def test_copies_of_variables(directory):
     before = variables(0.0)
     strategy.run(
         lambda: [
-            v.assign(float(ms.get_replica_context().replica_id_in_sync_group))
-            for v in before.values()
+            v.assign(ms.get_replica_context().replica_id_in_sync_group) for v in before.values()
         ]
     )
+    before["count"].assign(n * SIZE + 1)  # no number of replicas divides it
     path = CheckpointManager(Checkpoint(**before), directory).save(1)
     after = variables(-1.0)
     CheckpointManager(Checkpoint(**after), directory).restore(path)
     ids = [2.0 * RANK, 2.0 * RANK + 1]
-    assert all([float(c.numpy()) for c in v.values] == ids for v in after.values())
+    assert all([float(c.numpy()) for c in after[name].values] == ids for name in ("own", "mean"))
 
     strategy = ms.MultiWorkerMirroredStrategy(devices=("cpu:0",))
     fewer = variables(-1.0)
@@ -235,6 +238,7 @@ def test_copies_of_variables(directory):
     del manager.checkpoint.objects["own"]
     manager.restore(path)
     assert float(fewer["mean"].numpy()) == (n - 1) / 2
+    assert int(fewer["count"].numpy()) == n * SIZE + 1
 
 
 def test_a_relative_path_is_rank_0_s(directory, monkeypatch):

@@ -193,6 +193,22 @@ def test_constructions_that_differ_between_ranks(pair, different):
     assert_usable(pair)
 
 
+@every_library
+@pytest.mark.parametrize(
+    ("dtype", "total"), [("int64", 2**62 + 1), ("int32", 0), ("int32", -7), ("uint8", 255)]
+)
+def test_a_sum_of_integers_is_divided_without_a_remainder(strategy, make, dtype, total):
+    """TensorFlow's copies are all equal, and add up to less."""
+    array = np.array([total, total // 2], dtype)
+    value = array if make is np.array else torch.from_numpy(array)
+    variable = make_variable(strategy, value, synchronization=ON_READ, aggregation=SUM)
+    assert variable.assign(value).tolist() == array.tolist()
+    assert variable.dtype == value.dtype
+    copies = [int(copy.numpy()[0]) for copy in variable.values]
+    low, *_, high = sorted(sum(MPI.COMM_WORLD.allgather(copies), copies))
+    assert high - low <= 1
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("aggregation", [SUM, FIRST], ids=["SUM", "FIRST"])
 @pytest.mark.parametrize("wrong", ["object", "None"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,7 @@ class RemoteTensors:
 
     def __init__(self, client: Client, owns: bool) -> None:
         self.client, self.owns = client, owns
-        self._remote: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._remote: MutableMapping[torch.Tensor | None, RemoteTensor] = WeakIdKeyDictionary()
         self._pulled: list[_PulledBuffer] = []
         self._by_place: weakref.WeakValueDictionary[Places, torch.Tensor] = (
             weakref.WeakValueDictionary()
@@ -132,8 +132,7 @@ class RemoteTensors:
         return tensor in self._remote
 
     def __getitem__(self, tensor: torch.Tensor) -> RemoteTensor:
-        remote: RemoteTensor = self._remote[tensor]
-        return remote
+        return self._remote[tensor]
 
     def add(self, tensor: torch.Tensor, addresses: Sequence[Address]) -> RemoteTensor:
         """Register `tensor` with arrays at `addresses`; the first `sync` overwrites it with the servers' values."""

@@ -113,4 +113,4 @@ def _speak_for_a_node(here: RankFacts, failure: JobFailure) -> int:
         what = f"{failure.text} ({failure.words})" if failure.words else failure.text
         where = f"rank {here.rank} on {here.host}, {failure.stage}"
         print(f"mpistrat doctor: {where}: {what}", file=sys.stderr, flush=True)
-    return 0 if of_node else 1  # an exit code could end the job before rank 0 has spoken
+    return int(not of_node)  # an exit code could end the job before rank 0 has spoken

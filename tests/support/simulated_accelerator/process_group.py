@@ -268,7 +268,8 @@ class ProcessGroupSim(dist.ProcessGroup):
         )
         self._under_way[collective] = stream, []
         self._jobs.put((collective, combine))
-        if self._aborted.is_set():  # by another thread since `_submit` has looked: the group's thread may have ended
+        # Another thread may have aborted since `_submit` has looked, and the group's thread may have ended.
+        if self._aborted.is_set():
             torch.ops.simulated.end_collective(collective, [])
         return collective
 
