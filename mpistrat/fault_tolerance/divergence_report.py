@@ -21,9 +21,9 @@ _MOST_TOLD = 8  # copies or names in a message
 _MOST_CHARACTERS = 80  # of a value in a message
 
 _WHAT_TO_DO = """\
-Restore an earlier checkpoint, or, if rank 0's values are right, call strategy.mirror(module) on every rank. To find
-the cause: does one rank alone load or write a tensor (`if rank == 0:`, a tensor's .data, an optimizer's state)? If the
-difference comes back on one node without that, suspect the node's memory or processor."""
+Restore an earlier checkpoint, or, if rank 0's values are right, call strategy.mirror(module) on every rank. If only one
+node's ranks ever differ, its memory or processor may be at fault. Look for a load or a write that one rank alone makes:
+under `if rank == 0:`, to a tensor's .data, or to an optimizer's state."""
 
 
 class Digested(NamedTuple):

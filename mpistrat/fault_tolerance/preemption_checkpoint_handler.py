@@ -102,7 +102,7 @@ class PreemptionCheckpointHandler:
         restored = self._manager.restore_or_initialize()
         if restored is not None:  # the best estimate until a checkpoint is saved
             self._end.takes_to_save(self._longest_of_ranks(time.monotonic() - began))
-            self._tell(f"goes on from {restored}, after {self.total_run_calls} steps", "INFO")
+            self._tell(f"goes on from {restored}", "INFO")
         self._word = PiggybackedWord(_word_of(self._end))
         self._piggybacks = extended.modules.piggybacks
         self._piggybacks.append(self._word)

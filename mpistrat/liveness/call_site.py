@@ -78,9 +78,10 @@ def raised_at(error: BaseException, otherwise: str = "") -> str:
     It is the innermost such line. For an error in a DataLoader's worker process, it is the line in the worker, read
     from the traceback in the error's message.
 
-    Returns: if no frame is the user's, `otherwise`; if that is "", the innermost frame of an installed library; ""
-        without one.
+    Returns: if no frame is the user's, the error's attribute `called_at`, which a thread of ours gives it; without one
+        `otherwise`; if that is "", the innermost frame of an installed library; "" without one.
     """
+    otherwise = getattr(error, "called_at", otherwise)
     text = "".join(traceback.format_exception_only(error))
     in_worker = [f"{file}:{line} in {name}" for _, file, line, name in FRAME.findall(text)]
     places = {_OF_PROGRAM: "", _OF_LIBRARY: ""}

@@ -22,7 +22,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.errors import StallError
 from mpistrat.liveness import deadlines
-from mpistrat.liveness.call_site import outside
+from mpistrat.liveness.call_site import call_site, outside
 from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.torch_distributed.after_backward import CallsAfterBackward, inside_backward
 
@@ -250,6 +250,7 @@ class GroupCalls:
             try:
                 self._make(call, operands)
             except BaseException as error:
+                error.called_at = call_site(sys._getframe())  # type: ignore[attr-defined]
                 work.end(error)
                 return
             # Callbacks of the work's future run inside `work.end`.

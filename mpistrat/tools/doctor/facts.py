@@ -107,7 +107,6 @@ class MemoryLimits:
 
     shared: Room | None = None  # /dev/shm
     temporary: Room | None = None  # the folder for temporary files
-    window_megabytes: float | None = None  # MPISTRAT_SHARED_MB
     available: int = 0  # free memory of the node
     group_limit: int | None = None  # the control group's limit
     group_used: int = 0  # memory in use in the control group

@@ -56,7 +56,7 @@ _LIBRARIES = (
 # Fixes for a process that ran out of something. The key, a heading of docs/troubleshooting.md, is found in how the
 # process ended or in its last words.
 OUT_OF = {
-    "SIGBUS": "make room in /dev/shm, where MPI and mpistrat share memory; the finding on memory says how much is free",
+    "SIGBUS": "make room in /dev/shm, where MPI shares memory; the finding on memory says how much is free",
     "Too many open files": "ulimit -n 65536 in the job script: MPI needs a file for each connection and shared segment",
 }
 

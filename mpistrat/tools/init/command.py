@@ -45,7 +45,7 @@ def run(folder: str, launch: Launch) -> int:
         return 1
     print(f"Wrote {', '.join(_NAMES)} in {os.path.abspath(folder)}. Next, in that folder:")
     print("  mpirun -n 2 python train.py\n  pip install pytest\n  python -m pytest test_train.py")
-    print("  sbatch train.sbatch")
+    print("  rm -r checkpoints  # else the job goes on from there\n  sbatch train.sbatch")
     return 0
 
 

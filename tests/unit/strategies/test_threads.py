@@ -55,7 +55,7 @@ def test_ranks_of_other_nodes_do_not_count(eight_cpus, capsys):
     ranks = Ranks((0, all_of_it, None), (1, all_of_it, None), (1, all_of_it, None))
     threads.share_cores(ranks, topology("a", "b", "b"))
     assert torch.get_num_threads() == 8
-    assert "1 ranks of" in capsys.readouterr().err
+    assert "1 rank of" in capsys.readouterr().err
 
 
 def test_it_is_said_once(eight_cpus, capsys):

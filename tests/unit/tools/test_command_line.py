@@ -93,6 +93,7 @@ def test_the_batch_script_has_the_facts_of_the_cluster(
         "  mpirun -n 2 python train.py\n"
         "  pip install pytest\n"
         "  python -m pytest test_train.py\n"
+        "  rm -r checkpoints  # else the job goes on from there\n"
         "  sbatch train.sbatch\n"
     )
     lines = (folder / "train.sbatch").read_text().splitlines()
