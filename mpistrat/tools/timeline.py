@@ -30,7 +30,7 @@ _ACTIVITIES |= {"strategy.run": _COMPUTE, "step": _COMPUTE, "backward": _BACKWAR
 _LOSSES = {
     _WAIT: "The ranks wait for each other by turns: give each the same work, and cores of its own.",
     _MOVE: "Move fewer bytes: larger batches, accumulated gradients, or a wire format.",
-    _INPUT: "Read faster: keep the DataLoader's workers (persistent_workers=True), or try other numbers of them.",
+    _INPUT: "Read faster: keep the DataLoader's workers (persistent_workers=True), or try another num_workers=.",
 }
 _MUCH = 0.1  # of a rank's time: worth a change
 _STEPS = 8  # in the picture of a long run: so many can still be told apart

@@ -52,12 +52,14 @@ def test_windows_are_not_there() -> None:
     """So a small /dev/shm is enough for gradients of any size."""
     segments, why = shared_memory.share(1 << 24, 0, lambda mine: [mine], populate=True)
     assert segments, why
-    mapped = {
-        line.split()[5]
+    begin = f"{segments[0].ctypes.data:x}-"
+    (mapping,) = (
+        line
         for line in Path("/proc/self/maps").read_text().splitlines()
-        if "memfd" in line
-    }
-    assert len(mapped) == 1
+        if line.lstrip("0").startswith(begin)
+    )
+    assert "/memfd:" in mapping
+    assert "/dev/shm" not in mapping
 
 
 def test_little_memory(make_job: MakeJob) -> None:
