@@ -129,8 +129,10 @@ def test_citation_and_changelog_name_the_release() -> None:
     assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
     assert (citation["title"], citation["license"]) == ("mpistrat", "Apache-2.0")
     assert all(author.keys() <= {"name"} for author in citation["authors"])
-    newest = re.findall(r"^## (.*)", (TOP / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
-    assert newest == f"{citation['version']} ({citation['date-released']})"
+    changelog = (TOP / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)", changelog, re.MULTILINE)
+    released = [heading for heading in headings if heading != "Unreleased"]
+    assert released[0] == f"{citation['version']} ({citation['date-released']})"
     assert citation["version"] == VERSION
     conda = (TOP / "packaging/conda/recipe.yaml").read_text()
     assert f'  version: "{VERSION}"\n' in conda
