@@ -25,6 +25,9 @@ _DECISIONS = (
     *(ast.match_case, ast.Lambda),
 )
 _LOOPS_BY_NAME = {"any", "all", "filter", "map"}
+_PACKED = 25  # a line with more nodes says several things
+# Forms that put several statements, or a loop, on one line; `_form_of` says how each is recognised.
+FORMS = ("parallel", "conditional", "map", "borrowed", "starred", "text_times_condition")
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -79,6 +82,104 @@ def branches(tree: ast.AST) -> int:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             count += node.func.id in _LOOPS_BY_NAME
     return count
+
+
+def nodes(module: Module) -> int:
+    """The nodes of the syntax tree: they stay when code is only written on more or fewer lines."""
+    return sum(1 for _ in ast.walk(module.tree))
+
+
+def packed_lines(module: Module) -> list[int]:
+    """The lines with more than `_PACKED` nodes, without docstrings, imports and headers of functions."""
+    exempt = _headers(module.tree)
+    for docstring in _docstrings(module.tree):
+        exempt.update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    counts = _nodes_of_lines(module.tree)
+    return sorted(line for line, count in counts.items() if count > _PACKED and line not in exempt)
+
+
+def _headers(tree: ast.Module) -> set[int]:
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        elif isinstance(node, _FUNCTIONS):
+            lines.update(range(node.lineno, node.body[0].lineno))
+    return lines
+
+
+def _nodes_of_lines(tree: ast.Module) -> collections.Counter[int]:
+    """The number of nodes of each line. A node without a line is counted where its parent stands.
+
+    The nodes inside an f-string are counted where the f-string begins: Python before 3.12 knows no lines of them.
+    """
+    counts: collections.Counter[int] = collections.Counter()
+    waiting: list[tuple[ast.AST, int, bool]] = [(tree, 1, False)]
+    while waiting:
+        node, line, in_text = waiting.pop()
+        if not in_text:
+            line = getattr(node, "lineno", line)
+        counts[line] += 1
+        inside = in_text or isinstance(node, ast.JoinedStr)
+        for child in ast.iter_child_nodes(node):
+            waiting.append((child, line, inside))
+    return counts
+
+
+def packed_forms(module: Module) -> collections.Counter[str]:
+    """How often each of `FORMS` stands in a module."""
+    borrowed = _borrowed_names(module.tree)
+    found = collections.Counter(_form_of(node, borrowed) for node in ast.walk(module.tree))
+    return collections.Counter({form: found[form] for form in FORMS})
+
+
+def _borrowed_names(tree: ast.Module) -> set[str]:
+    """The names that a module imports from operator and itertools, and partial."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                is_partial = (node.module, alias.name) == ("functools", "partial")
+                if is_partial or node.module in ("operator", "itertools"):
+                    names.add(alias.asname or alias.name)
+    return names
+
+
+def _form_of(node: ast.AST, borrowed: set[str]) -> str:
+    """The packed form that a node is; an empty text if it is none."""
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=[_, _, *_]), *_], value=ast.Tuple()):
+            return "parallel"  # a, b = x, y
+        case ast.IfExp():
+            return "conditional"  # x if c else y
+        case ast.Call(func=ast.Name(id="map" | "filter")):
+            return "map"
+        case ast.Call(func=ast.Name(id=name)) if name in borrowed:
+            return "borrowed"  # attrgetter("x"), chain(a, b), partial(f, a)
+        case ast.Call(func=ast.Attribute() as function):
+            name = ast.unparse(function)
+            prefixes = ("functools.partial", "operator.", "itertools.")
+            return "borrowed" if name.startswith(prefixes) else ""
+        case ast.Starred(value=ast.Tuple() | ast.List()):
+            return "starred"  # f(*(a, b))
+        case ast.BinOp(op=ast.Mult(), left=left, right=right):
+            by_condition = _is_text(left) and _is_condition(right)
+            by_text = _is_condition(left) and _is_text(right)
+            return "text_times_condition" if by_condition or by_text else ""  # "s" * (n > 1)
+    return ""
+
+
+def _is_text(node: ast.expr) -> bool:
+    is_constant = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_constant or isinstance(node, ast.JoinedStr)
+
+
+def _is_condition(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not)
+    if isinstance(node, ast.Call):
+        return getattr(node.func, "id", "") == "bool"
+    return isinstance(node, (ast.Compare, ast.Name, ast.Attribute, ast.BoolOp))
 
 
 def hard_functions(module: Module, more_than: int) -> dict[str, int]:
@@ -140,33 +241,47 @@ def prose(docstring: str) -> str:
 
 @dataclass
 class Counts:
-    """What is counted of some modules.
+    """What is counted of some modules. No count says alone whether code is plain.
 
     Attributes:
-        branches: per 100 code lines.
-        over_10, over_14: functions of more branches.
+        nodes: of the syntax tree.
+        nodes_per_line: nodes per code line.
+        packed_lines: lines with more than 25 nodes, per 1,000 code lines.
+        forms: each of `FORMS`, per 1,000 code lines.
+        branches: per 1,000 nodes.
+        over_14: functions of more branches.
         relatives: per 1,000 words.
         large: classes.
     """
 
-    code: int
+    nodes: int
+    nodes_per_line: float
+    packed_lines: float
+    forms: dict[str, float]
     branches: float
-    over_10: int
     over_14: int
     relatives: float
     large: int
 
 
 def counts(some: list[Module]) -> Counts:
-    code = sum(code_lines(module) for module in some)
-    all_words = [word for module in some for word in words(module)]
+    all_nodes = sum(nodes(module) for module in some)
+    lines = max(1, sum(code_lines(module) for module in some))
+    forms: collections.Counter[str] = collections.Counter()
+    all_words: list[str] = []
+    for module in some:
+        forms.update(packed_forms(module))
+        all_words.extend(words(module))
+    relatives = sum(word in RELATIVES for word in all_words)
     return Counts(
-        code,
-        round(100 * sum(branches(module.tree) for module in some) / max(1, code), 1),
-        sum(len(hard_functions(module, 10)) for module in some),
-        sum(len(hard_functions(module, 14)) for module in some),
-        round(1000 * sum(word in RELATIVES for word in all_words) / max(1, len(all_words)), 1),
-        sum(len(large_classes(module)) for module in some),
+        nodes=all_nodes,
+        nodes_per_line=round(all_nodes / lines, 2),
+        packed_lines=round(1000 * sum(len(packed_lines(module)) for module in some) / lines, 1),
+        forms={form: round(1000 * forms[form] / lines, 1) for form in FORMS},
+        branches=round(1000 * sum(branches(module.tree) for module in some) / all_nodes, 1),
+        over_14=sum(len(hard_functions(module, 14)) for module in some),
+        relatives=round(1000 * relatives / max(1, len(all_words)), 1),
+        large=sum(len(large_classes(module)) for module in some),
     )
 
 
@@ -175,7 +290,7 @@ def main() -> None:
     rooms: dict[str, list[Module]] = collections.defaultdict(list)
     for module in everything:
         rooms[module.room].append(module)
-    for room, some in sorted(rooms.items(), key=lambda entry: counts(entry[1]).code):
+    for room, some in sorted(rooms.items(), key=lambda entry: counts(entry[1]).nodes):
         print(f"{room:20}", counts(some))
     print(f"{'(all)':20}", counts(everything))
 
