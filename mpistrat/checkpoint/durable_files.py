@@ -8,6 +8,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import numpy as np
 
@@ -27,7 +28,8 @@ def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
 
     Raises: ValueError for a .json file that is too long to be read again; OSError, also if `path` exists.
     """
-    views = [memoryview(chunk) for chunk in chunks]  # type: ignore[arg-type]
+    # Before Python 3.12 the types do not know that an array is a buffer, too.
+    views = [memoryview(cast("bytes", chunk)) for chunk in chunks]
     total = sum(map(len, views))
     if path.endswith(".json") and total > MOST_BYTES_OF_JSON:
         raise ValueError(

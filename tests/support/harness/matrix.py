@@ -122,6 +122,11 @@ def _in_turns(full: bool) -> list[str]:
     return [] if full else ["--in-turns"]
 
 
+def needs_xla(title: str) -> bool:
+    """Whether the stage of this title runs only where there is a torch_xla."""
+    return title.startswith(("xla", "old torch"))
+
+
 def _xla_python() -> str:
     return str(Path(os.environ[XLA_PREFIX], "bin", "python"))
 

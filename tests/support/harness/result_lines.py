@@ -44,8 +44,7 @@ class Stopwatch:
 class ResultLines:
     """A pytest plugin that writes lines of JSON, each a `Result`; in the process that pytest reports to.
 
-    An outcome is started, passed, failed or skipped. With --collect-only it is collected, and "slow" is the text of the
-    tests that are.
+    An outcome is started, passed, failed or skipped, and with --collect-only collected.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,8 +58,7 @@ class ResultLines:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.config.option.collectonly:
             for item in session.items:
-                slow = item.get_closest_marker("slow") is not None
-                self._write(Result(item.nodeid, "collected", "slow" if slow else ""))
+                self._write(Result(item.nodeid, "collected"))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._running[nodeid] = Result(nodeid, "passed")

@@ -15,7 +15,6 @@ from support.harness.stage import Stage
 
 UNSTEADY_AT_MOST = 1  # so many may fail at first; more are a failure of the run
 SIDE_BY_SIDE = 3  # on two cores: each of them waits now and then
-SHOWN = 20  # of the tests that were not run
 
 
 def run_all(stages: Sequence[Stage]) -> None:
@@ -30,14 +29,6 @@ def _run(stage: Stage) -> None:
     report.show(stage)
 
 
-def runs_of(stages: Sequence[Stage]) -> dict[manifest.Place, set[str]]:
-    """Where each test was run."""
-    runs: dict[manifest.Place, set[str]] = {}
-    for stage in stages:
-        runs.setdefault((stage.mpi, stage.ranks), set()).update(stage.results)
-    return runs
-
-
 def complaints(mode: str, stages: Sequence[Stage]) -> Iterator[str]:
     """What is wrong with a run as a whole."""
     unsteady = [test for stage in stages for test in stage.unsteady]
@@ -45,42 +36,29 @@ def complaints(mode: str, stages: Sequence[Stage]) -> Iterator[str]:
         yield f"{len(unsteady)} tests are unsteady, more than {UNSTEADY_AT_MOST}"
     if mode in ("quick", "xla"):
         return
-    entries = manifest.load()
+    expected = manifest.load()[mode]
     if matrix.XLA_PREFIX not in os.environ:
-        entries = [entry for entry in entries if not entry.test.startswith("tests/tpu/")]
-    runs = runs_of(stages)
-    missing = manifest.lacking(entries, runs, full=mode == "full")
-    yield from (f"in tests/manifest, but {text}" for text in missing[:SHOWN])
-    if len(missing) > SHOWN:
-        yield f"and {len(missing) - SHOWN} more of tests/manifest"
-    if new := manifest.unlisted(entries, runs):
-        yield (
-            f"{len(new)} tests are not in tests/manifest, such as {new[0]}; "
-            "scripts/test manifest adds them"
-        )
+        expected = {t: number for t, number in expected.items() if not matrix.needs_xla(t)}
+    for text in manifest.differences(expected, manifest.numbers_of(stages)):
+        yield f"{text}; scripts/test manifest writes the number that is right"
 
 
 def update_manifest() -> int:
-    """Collect all tests, and add those that are new."""
-    everything = [stage for stage in matrix.stages("full") if stage.pytest]
-    for stage in everything:
-        stage.pytest = [*stage.pytest, "--collect-only"]
-    run_all(everything)
-    if any(stage.failed for stage in everything):
-        return 1
-    slow = {
-        result.test
-        for stage in everything
-        for result in stage.results.values()
-        if result.text == "slow"
-    }
+    """Collect all tests, and write how many each stage has."""
+    numbers: dict[str, manifest.Numbers] = {}
+    for mode in manifest.MODES:
+        stages = [stage for stage in matrix.stages(mode) if stage.pytest]
+        for stage in stages:
+            stage.pytest = [*stage.pytest, "--collect-only"]
+        run_all(stages)
+        if any(stage.failed for stage in stages):
+            return 1
+        numbers[mode] = manifest.numbers_of(stages)
     before = manifest.load()
-    runs = runs_of(everything)
-    after = manifest.with_new(before, runs, slow)
-    manifest.save(after)
-    print(f"{len(after) - len(before)} new tests in tests/manifest")
-    for text in manifest.lacking(after, runs, full=True):
-        print(f"in tests/manifest, but {text}")
+    for mode in manifest.MODES:
+        for text in manifest.differences(before[mode], numbers[mode]):
+            print(f"{mode}: {text}")
+    manifest.save(numbers)
     return 0
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.harness import manifest, report, run_stages
-from support.harness.manifest import Entry
+from support.harness import manifest, matrix, report, run_stages
 from support.harness.result_lines import Result
 from support.harness.stage import Stage
 
@@ -22,10 +21,11 @@ def stages(**of_first: object) -> list[Stage]:
 
 
 @pytest.fixture(autouse=True)
-def listed(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
-    entries = [Entry(TEST, frozenset({2}))]
-    monkeypatch.setattr(manifest, "load", lambda: entries)
-    return entries
+def numbers(monkeypatch: pytest.MonkeyPatch) -> manifest.Numbers:
+    """The manifest's numbers for the stages above."""
+    numbers = {"mpi MPICH 2": 1, "mpi Open MPI 2": 1}
+    monkeypatch.setattr(manifest, "load", lambda: {"usual": numbers})
+    return numbers
 
 
 def test_nothing_is_wrong() -> None:
@@ -37,20 +37,26 @@ def test_two_unsteady_tests_are_a_failure() -> None:
     assert text == "2 tests are unsteady, more than 1"
 
 
-def test_a_test_that_was_not_run_is_a_failure(listed: list[Entry]) -> None:
-    listed.append(Entry(f"{TEST}_b", frozenset({2})))
+def test_another_number_of_tests_is_a_failure(numbers: manifest.Numbers) -> None:
+    numbers["mpi MPICH 2"] = 2
     (text,) = run_stages.complaints("usual", stages())
-    assert f"{TEST}_b was not run under MPICH and Open MPI at 2 ranks" in text
+    assert text == (
+        "mpi MPICH 2: 1 tests were run, and tests/manifest/numbers.json has 2; "
+        "scripts/test manifest writes the number that is right"
+    )
     assert list(run_stages.complaints("quick", stages())) == []
 
 
-def test_a_test_that_is_not_listed_is_a_failure(listed: list[Entry]) -> None:
-    listed.clear()
+@pytest.mark.parametrize("title", ["xla", "xla MPICH 2", "old torch MPICH 2"])
+def test_stages_of_torch_xla_are_run_where_it_is(
+    numbers: manifest.Numbers, monkeypatch: pytest.MonkeyPatch, title: str
+) -> None:
+    numbers[title] = 3
+    monkeypatch.delenv(matrix.XLA_PREFIX, raising=False)
+    assert list(run_stages.complaints("usual", stages())) == []
+    monkeypatch.setenv(matrix.XLA_PREFIX, "folder")
     (text,) = run_stages.complaints("usual", stages())
-    assert (
-        text
-        == f"1 tests are not in tests/manifest, such as {TEST}; scripts/test manifest adds them"
-    )
+    assert text.startswith(f"{title}: 0 tests were run, and tests/manifest/numbers.json has 3;")
 
 
 def test_stages_that_leave_a_core_stand_side_by_side(tmp_path: Path) -> None:
