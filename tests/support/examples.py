@@ -84,7 +84,9 @@ def _members(owner: type) -> Iterator[str]:
 def _docstring_of(owner: type, name: str) -> str:
     """That of the first class in the order of resolution whose attribute has one."""
     for base in owner.__mro__:
-        member = vars(base).get(name)
+        if name not in vars(base):
+            continue
+        member = vars(base)[name]
         inner = getattr(member, "__func__", getattr(member, "func", member))
         if docstring := getattr(inner, "__doc__", None):
             return inspect.cleandoc(docstring)

@@ -72,7 +72,9 @@ print(said.getvalue())
 
 
 ALONE = """
-import sys, torch, torch.distributed as dist
+import sys
+sys.modules["mpi4py.MPI"] = None  # a machine may have an MPI of its own
+import torch, torch.distributed as dist
 dist.init_process_group("mpistrat", init_method="mpi://")
 assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "mpistrat")
 ones = torch.ones(2, 2).t()
@@ -92,11 +94,11 @@ try:
 except RuntimeError as error:
     print(error)
 dist.destroy_process_group()
-print(objects, parts[0].tolist(), "mpi4py.MPI" in sys.modules)
+print(objects, parts[0].tolist())
 """
 
 
 def test_one_rank_without_mpi() -> None:
     said = run(ALONE).splitlines()
     assert said[0] == "a group of one rank has nobody to send to, or to receive from"
-    assert said[1] == "['x'] [[1.0, 1.0], [1.0, 1.0]] False"
+    assert said[1] == "['x'] [[1.0, 1.0], [1.0, 1.0]]"

@@ -799,6 +799,7 @@ def test_a_directory_that_cannot_be_read_at_first(
 
 def test_a_launched_program_without_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    monkeypatch.delenv("MPISTRAT_RANK_PID", raising=False)
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "1")
     steps = ms.Variable(0)
