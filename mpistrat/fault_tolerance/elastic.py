@@ -28,7 +28,7 @@ from mpistrat.liveness.ending.program_exit import remember_raised
 from mpistrat.machine.notices import tell
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.torch_distributed.default_group import leave_default_group, move_default_group
-from mpistrat.torch_distributed.next_group import has_default_group
+from mpistrat.torch_distributed.next_group import asked_name
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -104,13 +104,13 @@ def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
 
 def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Survivors) -> T:
     results: list[T] = []
-    has_group = has_default_group("mpistrat")  # whether it is made anew after a loss
+    backend = asked_name()  # of the group that is made anew after a loss
     try:
         while True:
             results.clear()
             try:
                 survivors.meet()
-                move_default_group(survivors.comm, again=has_group)
+                move_default_group(survivors.comm, again=backend)
                 with leaving_what_is_entered():
                     result = train(elastic)
                 survivors.communicator.barrier(label="end of run_elastic")

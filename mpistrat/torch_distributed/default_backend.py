@@ -1,9 +1,12 @@
 """Under `mpistrat run`: gives a program the backend "mpistrat" when it asks torch for gloo, NCCL or no backend.
 
+torch then answers with the name that the program asked for. torch's own tables keep the name "mpistrat", so groups that
+torch makes by itself are ours, too.
+
 It also prints the number of ranks when the program's default group is made, and a notice when an optimizer steps
 without such a group.
 
-Only this file replaces a function of torch.distributed, `init_process_group`.
+Only this file replaces functions of torch.distributed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import inspect
 import sys
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,12 +24,23 @@ from mpistrat.machine.notices import tell
 from mpistrat.topology import ranks_and_nodes
 from mpistrat.torch_distributed import default_group
 from mpistrat.torch_distributed.compilation import not_compiled
-from mpistrat.torch_distributed.process_group import NAME
+from mpistrat.torch_distributed.next_group import asked_name
+from mpistrat.torch_distributed.process_group import NAME, MpistratProcessGroup
 from mpistrat.torch_distributed.rendezvous import base
 
 INIT_METHOD = "mpi://"
 # Backends that our process group replaces. It moves tensors of accelerators by torch's own groups, as NCCL's.
 REPLACED = frozenset(("gloo", "mpi", "nccl", "rccl", "xccl", NAME))
+# Modules of torch that refuse gloo, or ask NCCL for its version, because of the name alone; and the name that they get.
+_TOLD = {
+    "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": NAME,
+    "torch.distributed.c10d_logger": NAME,
+    "torch.distributed.nn.functional": "nccl",
+    "torch.profiler.profiler": NAME,
+}
+# torch's own functions.
+_get_backend = dist.get_backend
+_new_group = dist.new_group
 
 
 def is_replaced(backend: str | None) -> bool:
@@ -39,41 +54,86 @@ def is_replaced(backend: str | None) -> bool:
     return REPLACED.issuperset(names)
 
 
-def replace_init_process_group(*, keeps_backend: bool) -> None:
-    """Have `init_process_group` make the default group on our backend, if it names a replaced backend or none.
+def replace_functions(*, keeps_backend: bool) -> None:
+    """Have torch make groups on our backend, if the program names a replaced backend or none.
 
-    Rank 0 then prints the number of ranks and nodes, and the group's backend. It prints a notice if an optimizer steps
-    and torch has no default group; not with `keeps_backend`, because a strategy then makes no group.
+    Rank 0 then prints the number of ranks and nodes, and the default group's backend. It prints a notice if an
+    optimizer steps and torch has no default group; not with `keeps_backend`, because a strategy then makes no group.
 
     Another backend, such as "ucc", "fake" or "xla", is the program's own choice and stays. A store that the program
     gives, `timeout`, `device_id` and other arguments stay, too. Without a store the init method becomes "mpi://".
-    `new_group` is not replaced. The replacement raises ValueError if rank or world_size differ from MPI's.
+    The new `init_process_group` raises ValueError if rank or world_size differ from MPI's.
 
     Called by: every rank of `mpistrat run`, once, before the program runs.
-    Args: keeps_backend: whether the group stays on the backend that the program names; rank 0 still prints its line.
+    Args: keeps_backend: whether groups stay on the backends that the program names; rank 0 still prints its line.
     """
     original = dist.init_process_group
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        arguments = bound.arguments
+        arguments = signature.bind(*args, **kwargs).arguments
         topology = base().topology
-        if not keeps_backend and is_replaced(arguments.get("backend")):
+        backend = arguments.get("backend")
+        if not keeps_backend and is_replaced(backend):
             _check(arguments)
             arguments["backend"] = NAME
             if arguments.get("store") is None:
                 arguments["init_method"] = INIT_METHOD
-        original(*bound.args, **bound.kwargs)
+        original(**arguments)
+        world = dist.group.WORLD
+        if isinstance(world, MpistratProcessGroup):
+            world.asked_name = dist.Backend(backend or _backend_of_device())
         if (dist.get_rank(), dist.get_world_size()) == (0, topology.size):
             _tell_once(f"{ranks_and_nodes(topology)}, backend {_backend()}")
 
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(original.__name__) is original:
-            setattr(module, original.__name__, init_process_group)
+    _replace(init_process_group)
+    if not keeps_backend:
+        for replacement in (get_backend, get_backend_config, new_group):
+            _replace(replacement)
     if base().rank == 0 and base().size > 1:
         register_optimizer_step_pre_hook(not_compiled(_before_step))
+
+
+def get_backend(group: Any = None) -> str:
+    """Return the name of the backend that the program asked for, in place of "mpistrat"."""
+    backend = _get_backend(group)  # raises if this rank is not in the group
+    asked = asked_name(group)
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return _TOLD.get(caller, asked) if asked else backend
+
+
+def get_backend_config(group: Any = None) -> str:
+    """Return the backend of each type of device, by the name that the program asked for, as "cpu:gloo,cuda:gloo"."""
+    return str(dist.BackendConfig(dist.get_backend(group)))
+
+
+for _answer in (get_backend, get_backend_config):
+    if torch.__version__ >= "2.13":
+        # torch.compile calls it while it compiles, as after `torch.compiler.assume_constant_result`.
+        vars(_answer)["_dynamo_marked_constant"] = True
+    else:
+        not_compiled(_answer)  # earlier versions do not pass a group to such a function
+
+
+def new_group(
+    ranks: Any = None, timeout: Any = None, backend: Any = None, *others: Any, **options: Any
+) -> Any:
+    """Make a group on our backend, if the default group is on it, and `backend` is a replaced backend or None."""
+    is_ours = asked_name() and is_replaced(backend)
+    group = _new_group(ranks, timeout, NAME if is_ours else backend, *others, **options)
+    if backend and isinstance(group, MpistratProcessGroup):
+        group.asked_name = dist.Backend(backend)
+    return group
+
+
+def _replace(replacement: Any) -> None:
+    """Put `replacement` into each loaded module that holds torch.distributed's function of the same name."""
+    name = replacement.__name__
+    original = getattr(dist, name)
+    functools.update_wrapper(replacement, original)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, replacement)
 
 
 def _before_step(*_: Any) -> None:
@@ -86,9 +146,15 @@ def _before_step(*_: Any) -> None:
         )
 
 
+def _backend_of_device() -> str:
+    """Return the name of the backend that torch takes if a program names none."""
+    device = torch._C._get_accelerator().type
+    return dist.Backend.default_device_backend_map.get(device, "gloo")
+
+
 def _backend() -> str:
     """Return the backend of the default group; "cpu:gloo,cuda:nccl" if torch has chosen one for each device."""
-    name = dist.get_backend()
+    name = _get_backend()
     return dist.get_backend_config() if name == "undefined" else name
 
 

@@ -74,19 +74,19 @@ def is_wanted() -> bool:
     return with_every_strategy and not has_default_group()
 
 
-def move_default_group(comm: Any, *, again: bool) -> None:
+def move_default_group(comm: Any, *, again: str) -> None:
     """Have the next default group with `init_method="mpi://"` be over the ranks of `comm`.
 
     Args:
         comm: the mpi4py communicator of these ranks.
-        again: whether to destroy the default group, if there is one, and make a new one over `comm` now. If True, the
-            call is collective over `comm`.
+        again: the name under which the program knows the backend. The default group, if there is one, is destroyed, and
+            a new one is made over `comm` now; the call is collective over `comm`. "" for neither.
     """
     next_group.comm = comm
     if again:
         if has_default_group():
             sys.modules["torch.distributed"].destroy_process_group()
-        make_default_group()
+        make_default_group(again)
 
 
 def leave_default_group() -> None:
@@ -108,12 +108,15 @@ def make_known_to_torch() -> None:
     mpistrat_torch.register()
 
 
-def make_default_group() -> None:
-    """Make torch's default group. Collective over the ranks of `next_group.comm`."""
+def make_default_group(name: str = "mpistrat") -> None:
+    """Make torch's default group. Collective over the ranks of `next_group.comm`.
+
+    Args: name: "mpistrat", or another name that `mpistrat run` replaces.
+    """
     import torch.distributed as dist
 
     make_known_to_torch()
-    dist.init_process_group("mpistrat", init_method="mpi://")
+    dist.init_process_group(name, init_method="mpi://")
 
 
 def _known() -> _Known:

@@ -1,4 +1,4 @@
-"""The ranks of torch's next default group, and whether there is a default group now."""
+"""The ranks of torch's next default group, whether there is one now, and the backend that the program asked for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from typing import Any
 comm: Any = None
 
 
-def has_default_group(backend: str | None = None) -> bool:
-    """Whether torch has a default process group now. Does not import torch.
-
-    Args: backend: the name that the group's backend must have; None for any backend.
-    """
+def has_default_group() -> bool:
+    """Whether torch has a default process group now. Does not import torch."""
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return False
-    return backend is None or dist.get_backend() == backend
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def asked_name(group: Any = None) -> str:
+    """Return the name of the backend that the program asked for, if the group's backend is "mpistrat"; else "".
+
+    Does not import torch. Args: group: a process group; None for the default group, if there is one.
+    """
+    if group is None and has_default_group():
+        group = sys.modules["torch.distributed"].group.WORLD
+    # torch.compile passes an object that stands for a group.
+    group = getattr(group, "real_obj", group)
+    return getattr(group, "asked_name", "")

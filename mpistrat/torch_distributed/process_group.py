@@ -26,6 +26,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.torch_distributed.collectives import Collectives
 from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
+from mpistrat.torch_distributed.next_group import asked_name
 from mpistrat.torch_distributed.tensors import Tensors
 from mpistrat.torch_distributed.work import GroupCalls, Steps, seconds_of
 
@@ -132,6 +133,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     Attributes:
         communicator: the argument `communicator`.
         options: options with the attributes of torch's own backends: timeout, name, global ranks.
+        asked_name: the name of the backend that the program asked for, as "gloo"; at first, the default group's.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self.communicator, self._messages, self._native = communicator, messages, native
         self.options = c10d.Backend.Options(NAME)
         self.options.group_name = name
+        self.asked_name = asked_name() or NAME
         self._give_back = give_back
         self._collectives = Collectives(communicator)
         self._calls = GroupCalls(communicator, name, cpu_share)
@@ -163,7 +166,10 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return [torch.device(name) for name in dist.Backend.backend_capability[NAME]]
 
     def name(self) -> str:
-        return NAME
+        return self.asked_name
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME  # C++ takes a group with another name for torch's own
 
     def rank(self) -> int:
         return self.communicator.rank
@@ -171,7 +177,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self.communicator.size
 
-    getBackendName, getRank, getSize = name, rank, size  # noqa: N815
+    _get_backend_name = name
+    getRank, getSize = rank, size  # noqa: N815
 
     def _get_backend(self, device: torch.device) -> MpistratProcessGroup:
         return self

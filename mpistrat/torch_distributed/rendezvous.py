@@ -58,7 +58,7 @@ def base() -> Base:
     collective over them.
     """
     global _base
-    if _base is None or not next_group.has_default_group("mpistrat"):
+    if _base is None or not next_group.asked_name():
         comm = MPIClusterResolver(next_group.comm).comm
         if _base is None or _base.comm is not comm:
             _base = Base(comm)

@@ -38,7 +38,7 @@ def run_program(
     # After _share_cores, because torch reads OMP_NUM_THREADS when it is imported.
     import torch
 
-    from mpistrat.torch_distributed.default_backend import replace_init_process_group
+    from mpistrat.torch_distributed.default_backend import replace_functions
     from mpistrat.torch_distributed.rendezvous import base, start_agent_store
     from mpistrat.torch_distributed.spawned_ranks import look_for_spawned_ranks
 
@@ -49,7 +49,7 @@ def run_program(
     built_for = torch.accelerator.current_accelerator()
     if built_for is None or not torch.get_device_module(built_for).device_count():
         have_accelerate_use_cpus()
-    replace_init_process_group(keeps_backend=keeps_backend)
+    replace_functions(keeps_backend=keeps_backend)
     default_group.with_every_strategy = not keeps_backend
     if ranks.rank == 0:
         look_for_spawned_ranks()

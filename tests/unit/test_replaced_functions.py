@@ -42,7 +42,7 @@ from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.pytorch import hooks, metrics, optimizers, sync_batch_norm, writes_by_hand
 from mpistrat.pytorch.gradients import reducer
 from mpistrat.pytorch.modules import recording
-from mpistrat.torch_distributed.default_backend import replace_init_process_group
+from mpistrat.torch_distributed.default_backend import replace_functions
 rank_end().catch_exceptions()
 rank_end().catch_exits()
 reducer.install()
@@ -54,7 +54,7 @@ hooks._replace_state_dict()
 hooks._replace_reductions()
 hooks.before_export(print)
 hooks.refuse_steps_of_schedulers()
-replace_init_process_group(keeps_backend=False)
+replace_functions(keeps_backend=False)
 torchmetrics = sys.modules["torchmetrics.metric"] = types.ModuleType("torchmetrics.metric")
 torchmetrics.Metric = type("Metric", (), {"sync": print, "__module__": "torchmetrics.metric"})
 metrics._see_metrics()
