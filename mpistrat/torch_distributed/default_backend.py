@@ -39,8 +39,8 @@ _TOLD = {
     "torch.profiler.profiler": NAME,
 }
 # torch's own functions.
-_get_backend = dist.get_backend
-_new_group = dist.new_group
+_torch_get_backend = dist.get_backend
+_torch_new_group = dist.new_group
 
 
 def is_replaced(backend: str | None) -> bool:
@@ -86,17 +86,17 @@ def replace_functions(*, keeps_backend: bool) -> None:
         if (dist.get_rank(), dist.get_world_size()) == (0, topology.size):
             _tell_once(f"{ranks_and_nodes(topology)}, backend {_backend()}")
 
-    _replace(init_process_group)
+    _put_into_torch(init_process_group)
     if not keeps_backend:
         for replacement in (get_backend, get_backend_config, new_group):
-            _replace(replacement)
+            _put_into_torch(replacement)
     if base().rank == 0 and base().size > 1:
         register_optimizer_step_pre_hook(not_compiled(_before_step))
 
 
 def get_backend(group: Any = None) -> str:
     """Return the name of the backend that the program asked for, in place of "mpistrat"."""
-    backend = _get_backend(group)  # raises if this rank is not in the group
+    backend = _torch_get_backend(group)  # raises if this rank is not in the group
     asked = asked_name(group)
     caller = sys._getframe(1).f_globals.get("__name__", "")
     return _TOLD.get(caller, asked) if asked else backend
@@ -120,13 +120,13 @@ def new_group(
 ) -> Any:
     """Make a group on our backend, if the default group is on it, and `backend` is a replaced backend or None."""
     is_ours = asked_name() and is_replaced(backend)
-    group = _new_group(ranks, timeout, NAME if is_ours else backend, *others, **options)
+    group = _torch_new_group(ranks, timeout, NAME if is_ours else backend, *others, **options)
     if backend and isinstance(group, MpistratProcessGroup):
         group.asked_name = dist.Backend(backend)
     return group
 
 
-def _replace(replacement: Any) -> None:
+def _put_into_torch(replacement: Any) -> None:
     """Put `replacement` into each loaded module that holds torch.distributed's function of the same name."""
     name = replacement.__name__
     original = getattr(dist, name)
@@ -154,7 +154,7 @@ def _backend_of_device() -> str:
 
 def _backend() -> str:
     """Return the backend of the default group; "cpu:gloo,cuda:nccl" if torch has chosen one for each device."""
-    name = _get_backend()
+    name = _torch_get_backend()
     return dist.get_backend_config() if name == "undefined" else name
 
 

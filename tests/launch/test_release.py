@@ -35,7 +35,7 @@ from torch import nn, ones
 dist.init_process_group()
 model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
 model(ones(1, 2) * dist.get_rank()).sum().backward()
-print(f"{dist.get_backend()} {model.module.weight.grad.tolist()}")
+print(f"{type(dist.group.WORLD).__name__} {model.module.weight.grad.tolist()}")
 dist.destroy_process_group()
 """
 
@@ -205,6 +205,6 @@ def test_the_wheel_runs(launcher: Launcher, release: Release, tmp_path: Path) ->
 
     (tmp_path / "your_ddp.py").write_text(DDP)
     printed, notices = ranks(2, "mpistrat", "run", "your_ddp.py")
-    assert printed == "mpistrat [[0.5, 0.5]]\n" * 2
+    assert printed == "MpistratProcessGroup [[0.5, 0.5]]\n" * 2
     (shown,) = re.findall(r"^```text\n(.*?)^```", readme, re.S | re.M)
     assert notices == shown

@@ -19,6 +19,10 @@ def adds_up(group: dist.ProcessGroup | None = None) -> None:
     assert value.item() == 3.0
 
 
+def is_ours(group: dist.ProcessGroup) -> bool:
+    return type(group).__name__ == "MpistratProcessGroup"
+
+
 def refused(**arguments: int) -> str:
     try:
         init_process_group("gloo", **arguments)
@@ -45,17 +49,21 @@ for arguments in (
     | {"store": dist.FileStore(str(folder / "own"), size)},
 ):
     init_process_group(**arguments, timeout=timedelta(seconds=77))
-    assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == ("mpistrat", rank, size)
+    asked = arguments.get("backend", "gloo")
+    assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == (asked, rank, size)
+    assert is_ours(dist.group.WORLD)
     assert dist.group.WORLD.communicator.contract.watch.timeout == 77
     adds_up()
     dist.destroy_process_group()
 assert not (folder / "never").exists()
 
-# What the program chooses itself stays: torch's gloo, over the address and port that torchrun's variables name.
-dist.distributed_c10d.init_process_group("gloo")
+# A group of gloo's is ours, too, and so is the store at the address and port that torchrun's variables name.
+dist.distributed_c10d.init_process_group("nccl")
 gloo = dist.new_group(backend="gloo")
 assert dist.get_backend(gloo) == "gloo"
+assert is_ours(gloo)
 adds_up(gloo)
+dist.monitored_barrier(gloo)
 address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 store = dist.TCPStore(*address, size, is_master=False)
 store.set(f"from {rank}", "here")
