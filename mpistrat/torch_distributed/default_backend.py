@@ -98,8 +98,10 @@ def get_backend(group: Any = None) -> str:
     """Return the name of the backend that the program asked for, in place of "mpistrat"."""
     backend = _torch_get_backend(group)  # raises if this rank is not in the group
     asked = asked_name(group)
+    if not asked:
+        return backend
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    return _TOLD.get(caller, asked) if asked else backend
+    return _TOLD.get(caller, asked)
 
 
 def get_backend_config(group: Any = None) -> str:
@@ -119,8 +121,10 @@ def new_group(
     ranks: Any = None, timeout: Any = None, backend: Any = None, *others: Any, **options: Any
 ) -> Any:
     """Make a group on our backend, if the default group is on it, and `backend` is a replaced backend or None."""
-    is_ours = asked_name() and is_replaced(backend)
-    group = _torch_new_group(ranks, timeout, NAME if is_ours else backend, *others, **options)
+    name = backend
+    if asked_name() and is_replaced(backend):
+        name = NAME
+    group = _torch_new_group(ranks, timeout, name, *others, **options)
     if backend and isinstance(group, MpistratProcessGroup):
         group.asked_name = dist.Backend(backend)
     return group
