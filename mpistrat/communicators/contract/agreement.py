@@ -3,44 +3,70 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import os
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpistrat.communicators.contract.call_signature import DIGEST_BITS, LINE_BITS
+from mpistrat.communicators.contract.left_out_calls import notice_of
 from mpistrat.communicators.node.shared_memory import FENCE
-from mpistrat.liveness.records.record import WORD
+from mpistrat.liveness.records.job_folder import record_of
+from mpistrat.liveness.records.record import RANK, WORD, RankRecord
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
+from mpistrat.machine.notices import tell
+from mpistrat.machine.private_files import private
 
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.mpi import MpiTransport
 
 # How often a rank reads another rank's word before it calls `wait_until`: for 4 us. Most ranks arrive in this time.
 _READS_BEFORE_WAITING = 100
+# How often the last calls of two ranks are compared because the ranks call at the same two lines.
+_COMPARISONS_OF_LINES = 4
+_NUMBER_BITS = 8
+_SAME_CALL = (1 << DIGEST_BITS + _NUMBER_BITS) - 1  # the bits of a word that are equal in equal calls
 
 
 class CallAgreement(abc.ABC):
-    """How the ranks of a communicator find out, before each call, whether all are about to make the same call."""
+    """How the ranks of a communicator find out, before each call, whether all are about to make the same call.
+
+    They also see whether they make the call on the same line of the program. Different lines are right, unless a rank
+    has left out a call; then one rank gives a notice, and each rank that knows it sets `left_out` of its watch.
+    """
+
+    def __init__(self, watch: CommunicatorWatch) -> None:
+        self._watch = watch
+        self._compared: Counter[tuple[int, int]] = Counter()
 
     @abc.abstractmethod
-    def agree(self, calls: int, digest: int) -> bool:
-        """Wait until all ranks have entered the call. Return whether all passed the same `digest`.
+    def agree(self, calls: int, stamp: int) -> bool:
+        """Wait until all ranks have entered the call. Return whether all make the same call, on whatever line.
 
         Called by: `Contract.enter`, on every rank.
 
         Args:
             calls: the number of this call in the communicator; equal on all ranks.
-            digest: this rank's hash of its call (operation, dtype, shape, label), `DIGEST_BITS` bits.
+            stamp: this rank's hash of its call (operation, dtype, shape, label), of `DIGEST_BITS` bits, and above it a
+                hash of the line of the program that makes the call, of `LINE_BITS` bits.
 
         Raises: StallError or RankLostError if a rank does not come.
         """
+
+    def _compares(self, *lines: int) -> bool:
+        """Whether to compare the last calls of ranks that make a call at the lines with these two hashes."""
+        self._compared[lines] += 1
+        return self._compared[lines] <= _COMPARISONS_OF_LINES
 
 
 class SharedMemoryAgreement(CallAgreement):
     """The agreement of ranks on one node: each rank writes an 8-byte word to shared memory, and reads all other words.
 
-    A word has the digest, and the last 8 bits of the call's number. If a rank has written the word of the next call
+    A word has the stamp, and the last 8 bits of the call's number. If a rank has written the word of the next call
     already, it counts as equal, because that rank has seen that all ranks agreed on this call. No rank is further
     ahead, because it waits in the next call for this rank's word.
 
@@ -53,15 +79,16 @@ class SharedMemoryAgreement(CallAgreement):
     """
 
     def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
-        self._watch, self._fence = watch, fence
+        super().__init__(watch)
+        self._fence = fence
         self._words = watch.record.words
         self._position = watch.slot + WORD
         self._peers = [(words, slot + WORD) for words, slot in watch.peers or ()]
         self._reads = range(1 if watch.crowded else _READS_BEFORE_WAITING)
 
-    def agree(self, calls: int, digest: int) -> bool:
+    def agree(self, calls: int, stamp: int) -> bool:
         number = calls & 0xFF
-        word = digest << 8 | number
+        word = stamp << _NUMBER_BITS | number
         if self._fence is not None:
             self._fence()
         self._words[self._position] = word
@@ -93,26 +120,81 @@ class SharedMemoryAgreement(CallAgreement):
         if not arrived():
             wait_until(arrived, self._watch)
         found = words[position]
-        return found == word or found & 0xFF == following
+        if found & 0xFF == following:
+            return True
+        is_same = not (found ^ word) & _SAME_CALL
+        if is_same and found != word:
+            self._compare_lines(words, position, word, found)
+        return is_same
+
+    def _compare_lines(self, words: memoryview, position: int, word: int, found: int) -> None:
+        """Tell it if this rank or another has left out a call. Both make this call, at different lines.
+
+        Args:
+            words: the other rank's record.
+            position: the index of the other rank's word in `words`.
+            word, found: the words of this rank and of the other.
+        """
+        if not self._compares(word & ~_SAME_CALL, found & ~_SAME_CALL):
+            return
+        own = self._watch.record
+        with contextlib.suppress(OSError):  # the ranks have no common folder, or another rank has told it
+            other = RankRecord(record_of(own.folder, words[RANK]))
+            own_calls = own.calls_on(self._watch.slot)
+            other_calls = other.calls_on(position - WORD)
+            notice = notice_of((own.rank, own_calls), (other.rank, other_calls))
+            if notice and not self._watch.left_out:
+                self._watch.left_out = notice
+                with open(os.path.join(own.folder, "left-out"), "x", opener=private):
+                    tell(notice)
 
 
 class MessageAgreement(CallAgreement):
     """The agreement of ranks on several nodes: one nonblocking all-reduce of 16 bytes over MPI.
 
-    Each rank gives (h, -h), where h is the digest (hash) of its call, and MAX gives (largest h, -smallest h). The
-    digests are equal exactly if the two numbers add up to 0.
+    Each rank gives (h, -h), where h is the hash of its call, followed by the bits of the hash of its line. MAX gives
+    (largest h, -smallest h). All hashes are equal exactly if the two numbers add up to 0.
     """
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
+        super().__init__(watch)
         self._mpi = mpi
         self._pair = np.empty(2, np.int64)
-        self._watch = watch
+        self._apart = 0  # the last call that ranks made at different lines
 
-    def agree(self, calls: int, digest: int) -> bool:
+    def agree(self, calls: int, stamp: int) -> bool:
         pair = self._pair
-        pair[0] = digest
-        pair[1] = -digest
+        digest = stamp & (1 << DIGEST_BITS) - 1
+        hashed = digest << LINE_BITS | stamp >> DIGEST_BITS
+        pair[0] = hashed
+        pair[1] = -hashed
         arrived = self._mpi.start_all_reduce(pair, "max")
         if not arrived():
             wait_until(arrived, self._watch)
-        return bool(pair[0] + pair[1] == 0)
+        if pair[0] + pair[1] == 0:
+            return True
+        largest, smallest = int(pair[0]), -int(pair[1])
+        is_same = largest >> LINE_BITS == smallest >> LINE_BITS
+        if is_same:
+            self._compare_lines(calls, largest, smallest)
+        return is_same
+
+    def _compare_lines(self, calls: int, largest: int, smallest: int) -> None:
+        """Tell it if a rank has left out a call. All ranks make this call, at different lines.
+
+        Collective: all ranks have the same arguments, and have counted the same calls.
+        """
+        follows = self._apart == calls - 1
+        self._apart = calls
+        line_bits = (1 << LINE_BITS) - 1
+        if not (follows and self._compares(largest & line_bits, smallest & line_bits)):
+            return
+        record = self._watch.record
+        own_calls = record.rank, record.calls_on(self._watch.slot)
+        first, *others = self._mpi.comm.allgather(own_calls)
+        for other in others:
+            notice = notice_of(first, other)
+            if notice and not self._watch.left_out:
+                self._watch.left_out = notice
+                if self._mpi.rank == 0:
+                    tell(notice)

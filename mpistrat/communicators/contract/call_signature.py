@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import zlib
 from typing import Any
 
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.records.record import text_of
 
-# The other bits of a 64-bit word hold the call's number.
-DIGEST_BITS = 56
+# The bits of a stamp: a hash of the call, and above it a hash of the line of the program that makes the call. The other
+# bits of a 64-bit word hold the call's number.
+DIGEST_BITS, LINE_BITS = 40, 16
 # A signature keeps the texts of this many lines that make the call; at more lines it forgets all and makes them again.
 _MOST_SITES = 256
 
 
-class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int]]):
-    """From the line of the program that makes a call, (file, function, line), to the call's text for the rank's record.
+class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int, int]]):
+    """From the line of the program that makes a call, (file, function, line), to the call's text and its stamp.
 
-    A missing text is made at its first use.
+    The text is for the rank's record. The stamp is `digest`, and above it a hash of the line: file name, function and
+    number. Missing ones are made at their first use.
     """
 
-    def __init__(self, words: tuple[Any, ...]) -> None:
+    def __init__(self, words: tuple[Any, ...], digest: int) -> None:
         self._words = words
+        self._digest = digest
 
-    def __missing__(self, site: tuple[str, str, int]) -> tuple[bytes, int]:
+    def __missing__(self, site: tuple[str, str, int]) -> tuple[bytes, int, int]:
         if len(self) == _MOST_SITES:
             self.clear()
         file, function, line = site
-        text = self[site] = text_of(describe(self._words), f"{file}:{line} in {function}")
-        return text
+        text, call_bytes = text_of(describe(self._words), f"{file}:{line} in {function}")
+        name = f"{os.path.basename(file)}:{line} in {function}"
+        line_hash = zlib.crc32(name.encode(errors="replace")) % (1 << LINE_BITS)
+        found = self[site] = text, call_bytes, line_hash << DIGEST_BITS | self._digest
+        return found
 
 
 class CallSignature:
@@ -38,8 +46,8 @@ class CallSignature:
     Attributes:
         words: the operation, followed by the words that must be equal on all ranks: dtype, shape, label, scale.
         digest: a hash of `words`, of `DIGEST_BITS` bits; equal on ranks that make the same call.
-        texts: from (file, function, line) of the program to the text for the rank's record, in bytes, and how many of
-            its bytes name the call; see `record.text_of`.
+        texts: from (file, function, line) of the program to the text for the rank's record, in bytes, how many of its
+            bytes name the call (see `record.text_of`), and the stamp that ranks compare (see `CallAgreement`).
     """
 
     __slots__ = ("digest", "texts", "words")
@@ -50,7 +58,7 @@ class CallSignature:
         hashed = hashlib.blake2b(repr(words).encode(), digest_size=DIGEST_BITS // 8).digest()
         self.words = words
         self.digest = int.from_bytes(hashed, "little")
-        self.texts = _TextsOfCall(words)
+        self.texts = _TextsOfCall(words, self.digest)
 
     def __str__(self) -> str:
         return describe(self.words)

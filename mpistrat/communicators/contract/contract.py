@@ -127,7 +127,7 @@ class Contract(Unchecked):
         frame = outside(sys._getframe(1))
         code, line = self._called_at = frame.f_code, frame.f_lineno
         site = (code.co_filename, code.co_name, line)
-        self.recorded = text, call_bytes = signature.texts[site]
+        text, call_bytes, stamp = self.recorded = signature.texts[site]
         record, spans, agreement = self._record, self._spans, self._agreements[follows]
         record.enter(self._record_slot, calls, text, call_bytes)
         if spans is not None:
@@ -138,7 +138,7 @@ class Contract(Unchecked):
             agreed = True
             if agreement is not None:
                 self.agreed += 1
-                agreed = agreement.agree(self.agreed, signature.digest)
+                agreed = agreement.agree(self.agreed, stamp)
             if record.words[ABORT]:
                 raise_if_stalled(self.watch)  # other ranks may have left this call, for a stall
             if agreement is not None:

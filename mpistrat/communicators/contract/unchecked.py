@@ -34,7 +34,8 @@ class Unchecked:
         waiting_in: the signature of the collective that this rank is in, or None. A thread of `JobEnd` reads it.
         raising: the error that this rank is about to raise on all ranks, until the other ranks hear of it; else None.
         parts: the contracts of the communicators that were split off this one.
-        recorded: the text of the last collective in the rank's record, and how many bytes of the text name the call.
+        recorded: the text of the last collective in the rank's record, how many bytes of the text name the call, and
+            the call's stamp (see `CallAgreement`).
         called_at: where the program called the last collective: "train.py:33 in main". A thread of `JobEnd` reads it,
             since that thread must not look at frames that still run.
         is_abandoned: whether this rank left a call while other ranks may still be in it. If so, no call can follow.
@@ -48,7 +49,7 @@ class Unchecked:
     waiting_in: CallSignature | None = None
     raising: Exception | None = None
     parts: Sequence[Unchecked] = ()
-    recorded = b"", 0
+    recorded = b"", 0, 0
     called_at = "an unknown place"
     is_abandoned = False
 

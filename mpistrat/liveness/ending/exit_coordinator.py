@@ -48,8 +48,8 @@ class Waits:
         communicator: the communicator's name.
         call: number of the collective on the communicator, from 1.
         collective: a description of the collective, and the line of the program that called it.
-        raised: traceback and advice of the error that the rank raises instead of making the collective; "" if it
-            raises none.
+        raised: traceback and advice of the error that the rank raises instead of making the collective; else the
+            notice that a rank has left out a call; "" without either.
     """
 
     who: str

@@ -92,7 +92,9 @@ class ExitGroup:
             if self._reported.get(calls.name) != call:
                 self._reported[calls.name], stuck = call, True
                 where = f"{collective}\n      at {calls.called_at}"
-                raised = told_of(calls.raising, MPI.COMM_WORLD.rank) if calls.raising else ""
+                raised = calls.watch.left_out
+                if calls.raising:
+                    raised = told_of(calls.raising, MPI.COMM_WORLD.rank)
                 self._send(Waits(self._who, calls.name, call, where, raised))
         self._receive()
         return stuck

@@ -291,6 +291,13 @@ class RankRecord:
         written = self.words[ENTRIES]
         return [self._entry(n) for n in range(written, max(0, written - min(count, RING)), -1)]
 
+    def calls_on(self, slot: int) -> dict[int, CallEntry]:
+        """Return the rank's last calls on one communicator by their numbers, of its last 32 calls in all.
+
+        Args: slot: the index of the communicator's slot in `words`.
+        """
+        return {entry.number: entry for entry in self.last(RING // 2) if entry.slot == slot}
+
     def entry_of(self, slot: CommunicatorSlot) -> CallEntry | None:
         """Return the rank's last call on the slot's communicator.
 

@@ -44,6 +44,7 @@ class CommunicatorWatch:
         revocable_group: the communicator's revocable group; None if a rank's death ends the job.
         tell_others: called when this rank leaves a collective with an error, so that the other ranks raise, too
             (`JobEnd.tell_others`); does nothing by default.
+        left_out: the notice that a rank has left out a call on the communicator; "" if this rank knows of none.
     Raises: ValueError if `slot` is -1 and the record has no free slot.
     """
 
@@ -53,6 +54,7 @@ class CommunicatorWatch:
     crowded: bool = False
     revocable_group: RevocableGroup | None = None
     tell_others: Callable[[str, int, int], object] = lambda *_: None
+    left_out: str = ""
 
     def __post_init__(self) -> None:
         if self.slot < 0:

@@ -84,7 +84,7 @@ class PendingCalls:
         self._words[self._record_slot + CALLS] = self._number
         contract = self._contract
         self._calls.append(
-            _SubmittedCall(self._number, event, time.monotonic_ns(), *contract.recorded)
+            _SubmittedCall(self._number, event, time.monotonic_ns(), *contract.recorded[:2])
         )
         if not self._event_watcher.is_awake.is_set():
             self._event_watcher.is_awake.set()
