@@ -29,7 +29,10 @@ _READS_BEFORE_WAITING = 100
 # How often the last calls of two ranks are compared because the ranks call at the same two lines.
 _COMPARISONS_OF_LINES = 4
 _NUMBER_BITS = 8
-_SAME_CALL = (1 << DIGEST_BITS + _NUMBER_BITS) - 1  # the bits of a word that are equal in equal calls
+_DIGEST = (1 << DIGEST_BITS) - 1  # the bits of a stamp that are equal in equal calls
+_LINE_FROM = DIGEST_BITS + _NUMBER_BITS  # the first bit of a word that belongs to the line
+_SAME_CALL = (1 << _LINE_FROM) - 1  # the bits of a word that are equal in equal calls
+_LINE = (1 << LINE_BITS) - 1  # the bits of the line in the numbers of a message
 
 
 class CallAgreement(abc.ABC):
@@ -95,7 +98,11 @@ class SharedMemoryAgreement(CallAgreement):
         equal = True
         for words, position in self._peers:
             for _ in self._reads:
-                if words[position] == word:
+                found = words[position]
+                if found == word:
+                    break
+                if found & 0xFF == number:
+                    equal = self._is_same(words, position, word, found) and equal
                     break
             else:
                 equal = self.wait_for(words, position, number, word) and equal
@@ -122,21 +129,25 @@ class SharedMemoryAgreement(CallAgreement):
         found = words[position]
         if found & 0xFF == following:
             return True
-        is_same = not (found ^ word) & _SAME_CALL
-        if is_same and found != word:
-            self._compare_lines(words, position, word, found)
-        return is_same
+        return found == word or self._is_same(words, position, word, found)
 
-    def _compare_lines(self, words: memoryview, position: int, word: int, found: int) -> None:
-        """Tell it if this rank or another has left out a call. Both make this call, at different lines.
+    def _is_same(self, words: memoryview, position: int, word: int, found: int) -> bool:
+        """Whether two words with the number of this call stand for the same call.
+
+        If they do, and differ in the line, this tells it if one of the two ranks has left out a call.
 
         Args:
             words: the other rank's record.
             position: the index of the other rank's word in `words`.
-            word, found: the words of this rank and of the other.
+            word, found: the words of this rank and of the other rank; they differ.
         """
-        if not self._compares(word & ~_SAME_CALL, found & ~_SAME_CALL):
-            return
+        if (found ^ word) & _SAME_CALL:
+            return False
+        if self._compares(word >> _LINE_FROM, found >> _LINE_FROM):
+            self._compare_lines(words, position)
+        return True
+
+    def _compare_lines(self, words: memoryview, position: int) -> None:
         own = self._watch.record
         with contextlib.suppress(OSError):  # the ranks have no common folder, or another rank has told it
             other = RankRecord(record_of(own.folder, words[RANK]))
@@ -164,8 +175,7 @@ class MessageAgreement(CallAgreement):
 
     def agree(self, calls: int, stamp: int) -> bool:
         pair = self._pair
-        digest = stamp & (1 << DIGEST_BITS) - 1
-        hashed = digest << LINE_BITS | stamp >> DIGEST_BITS
+        hashed = (stamp & _DIGEST) << LINE_BITS | stamp >> DIGEST_BITS
         pair[0] = hashed
         pair[1] = -hashed
         arrived = self._mpi.start_all_reduce(pair, "max")
@@ -186,8 +196,7 @@ class MessageAgreement(CallAgreement):
         """
         follows = self._apart == calls - 1
         self._apart = calls
-        line_bits = (1 << LINE_BITS) - 1
-        if not (follows and self._compares(largest & line_bits, smallest & line_bits)):
+        if not (follows and self._compares(largest & _LINE, smallest & _LINE)):
             return
         record = self._watch.record
         own_calls = record.rank, record.calls_on(self._watch.slot)
