@@ -94,10 +94,23 @@ def message_of(error: BaseException) -> str:
     """Return the message of `error`, without the name of its class.
 
     A DataLoader's error from a worker process holds the worker's traceback: only the message at its end is returned.
+    An assert statement without a message gives "AssertionError: " and the text of its line.
     """
     message = "".join(traceback.format_exception_only(error)).partition(": ")[2].strip()
     after_frames = [message[frame.end() :].strip() for frame in FRAME.finditer(message)]
-    return "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
+    message = "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
+    if isinstance(error, AssertionError) and message in ("", "AssertionError"):
+        return _assertion_of(error) or message
+    return message
+
+
+def _assertion_of(error: AssertionError) -> str:
+    """Return "AssertionError: assert x == y", with the line that raised `error`; "" if that is no assert statement."""
+    code = ""
+    for frame in FRAME.finditer("".join(traceback.format_exception(error))):
+        lines = frame[0].splitlines()
+        code = lines[1].strip() if len(lines) > 1 else ""
+    return f"AssertionError: {code}" if code.startswith("assert") else ""
 
 
 def places_of(error: BaseException) -> list[str]:

@@ -21,6 +21,7 @@ _BY_CAUSE = re.compile(
     r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+The above exception was the direct cause [^\n]*\n\n"
     r"\1(.*?)mpistrat\.errors\.CollectiveMismatchError: .*"
 )
+_MOST_LETTERS = 400  # in the last line
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.)?]) (?=[A-Z])")
 
 
@@ -44,9 +45,10 @@ def advice_for(error: BaseException, rank: int) -> str:
     """Return the last line of the report about `error`: "mpistrat: correct train.py:33 in main (rank 3): …".
 
     The line names a line of the user's program, and has the first line of the message of `error`; after a colon the
-    second line, too. If this package raised `error`, it has the last sentence of the message (the advice). If another
-    rank has raised the error, the place, the rank and the text are taken from its attribute `raised_by_rank`. An error
-    of `mpistrat.errors` has a heading in docs/troubleshooting.md, and the line ends with it.
+    second line, too. If this package raised `error`, it has the whole message, or the first sentence (the cause) and
+    the last (the advice), if there is room. If another rank has raised the error, the place, the rank and the text are
+    taken from its attribute `raised_by_rank`. An error of `mpistrat.errors` has a heading in docs/troubleshooting.md,
+    and the line ends with it.
     """
     advice, heading = getattr(error, "raised_by_rank", ""), ""
     if not advice:
@@ -55,14 +57,31 @@ def advice_for(error: BaseException, rank: int) -> str:
         )
         heading = next(map(" (docs/troubleshooting.md: {})".format, kinds), "")
         text = message_of(error) or type(error).__name__
+        place = f"{raised_at(error, 'the error above')} (rank {rank}): "
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
-            # The last paragraph of our messages says what to do. Lists of ranks come before it.
-            last = re.split(r"\n(?=[A-Z])", text)[-1]
-            text = _BETWEEN_SENTENCES.split(" ".join(last.split()))[-1]
-        advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"
+            text = _cause_and_advice(text, _MOST_LETTERS - len(place))
+        advice = place + text
     first = re.match(r".*((?<=:)\n.*)?", advice)[0]  # type: ignore[index]
-    short = textwrap.shorten(first, 300, placeholder=" …").rstrip(".")
+    short = textwrap.shorten(first, _MOST_LETTERS, placeholder=" …").rstrip(".")
     return f"mpistrat: correct {short}{heading}.\n"
+
+
+def _cause_and_advice(message: str, room: int) -> str:
+    """Return `message` in one line of at most `room` letters: as a whole, or its cause and its advice, or its cause.
+
+    Args: message: a message of this package. Its first sentence is the cause, and its last sentence says what to do.
+        An indented list may follow the first sentence; the next paragraph begins with a capital letter.
+    """
+    listed = re.sub(r"(?<=[^.:;,])\n(?=  \S)", ";\n", message)
+    whole = " ".join(re.sub(r"(?<=[^.:;,])\n(?=[A-Z])", ".\n", listed).split())
+    if len(whole) <= room:
+        return whole
+    before_list = re.split(r"\n(?=[A-Z ])", message)[0]
+    last_paragraph = re.split(r"\n(?=[A-Z])", message)[-1]
+    cause = _BETWEEN_SENTENCES.split(" ".join(before_list.split()))[0]
+    advice = _BETWEEN_SENTENCES.split(" ".join(last_paragraph.split()))[-1]
+    both = f"{cause} … {advice}"
+    return both if len(both) <= room else cause
 
 
 def told_of(error: BaseException, rank: int) -> str:

@@ -71,7 +71,8 @@ def describe(words: tuple[Any, ...]) -> str:
     """Return the call that `words` describe as text for people: "all_reduce(mean, float32, (2,), loss)"."""
     operation, *rest = words
     if operation == "raise":
-        return f"raised {': '.join(rest)}"
+        kind, message = rest[0], rest[-1]
+        return f"raised {message if message.startswith(kind) else ': '.join(rest)}"
     if f"{operation}()" in rest:  # the user's call has no operands
         return f"{operation}()"
     if rest[:1] == ["sum"] and any(str(w).startswith(("MEAN", "SUM of mean ")) for w in rest):

@@ -3,6 +3,7 @@
 import os
 import re
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,29 +97,76 @@ def test_a_mismatch_for_an_error_of_this_rank_is_that_error() -> None:
     )
 
 
-def test_what_to_do_about_an_error_of_ours_is_its_last_sentence() -> None:
+def test_an_error_of_ours_has_its_cause_and_what_to_do() -> None:
     error = error_of(lambda: ms.MultiWorkerMirroredStrategy().prepare(5))
     assert "prepare takes torch modules" in advice_for(error, 0)
     with pytest.raises(ValueError, match="Leave") as raised:
         exec(compile('raise ValueError("It is wrong. Leave it out")', f"{PACKAGE}/x.py", "exec"))
-    assert advice_for(raised.value, 2).endswith(" (rank 2): Leave it out.\n")
+    assert advice_for(raised.value, 2).endswith(" (rank 2): It is wrong. Leave it out.\n")
 
 
 def raised_in_package(text: str) -> BaseException:
     return error_of(lambda: exec(compile(f"raise ValueError({text!r})", f"{PACKAGE}/x.py", "exec")))
 
 
-def test_a_folded_last_sentence_is_whole() -> None:
+def test_a_message_in_several_lines_becomes_one() -> None:
     folded = (
         "weight differs.\n  rank 1: 3\nRestore it. If the\ndifference comes back, test\nthe memory."
     )
     assert advice_for(raised_in_package(folded), 0).endswith(
-        " (rank 0): If the difference comes back, test the memory.\n"
+        " (rank 0): weight differs. rank 1: 3. Restore it. "
+        "If the difference comes back, test the memory.\n"
     )
     listed = "2 ranks were started (a).\nFix, one of:\n  - start;\n  - uninstall."
     assert advice_for(raised_in_package(listed), 0).endswith(
-        " (rank 0): Fix, one of: - start; - uninstall.\n"
+        " (rank 0): 2 ranks were started (a). Fix, one of: - start; - uninstall.\n"
     )
+
+
+def test_a_long_message_keeps_its_cause_and_its_last_sentence() -> None:
+    ranks = "".join(f"\n  rank {rank}: all_reduce(sum, float32, ())" for rank in range(20))
+    long = f"the ranks differ (rank 0 of 20):{ranks}\nThis is bad. Make the same\ncalls."
+    assert advice_for(raised_in_package(long), 0).endswith(
+        " (rank 0): the ranks differ (rank 0 of 20): … Make the same calls.\n"
+    )
+    listed = f"the library is /lib/libmpi.so. It is wrong.\nFix, one of:{ranks}"
+    assert advice_for(raised_in_package(listed), 0).endswith(
+        " (rank 0): the library is /lib/libmpi.so.\n"
+    )
+
+
+BARE = """
+def fail(left):
+    {}
+
+
+def fail_in_worker(left):
+    try:
+        fail(left)
+    except AssertionError:
+        wrapper = ExceptionWrapper(where="in DataLoader worker process 1")
+    wrapper.reraise()
+"""
+
+
+@pytest.mark.parametrize("function", ["fail", "fail_in_worker"])
+@pytest.mark.parametrize(
+    ("statement", "text"),
+    [
+        ("assert left == 3", "AssertionError: assert left == 3"),
+        ('assert left == 3, "too few"', "too few"),
+        ("raise AssertionError", "AssertionError"),
+    ],
+)
+def test_an_assert_without_a_message_shows_its_line(
+    function: str, statement: str, text: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(BARE.format(statement), encoding="utf-8")
+    names: dict[str, Any] = {"ExceptionWrapper": ExceptionWrapper}
+    exec(compile(program.read_text(encoding="utf-8"), program, "exec"), names)
+    error = error_of(lambda: names[function](2))
+    assert advice_for(error, 0) == f"mpistrat: correct {program}:3 in fail (rank 0): {text}.\n"
 
 
 def test_a_first_line_that_ends_with_a_colon_goes_on() -> None:
