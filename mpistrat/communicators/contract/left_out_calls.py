@@ -40,7 +40,8 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
 
     A single call on different lines shows nothing, because a program may have a branch for one rank. Two in a row show
     it if this rank comes to where the other rank was, and the other rank goes on to a third line. In a loop of these
-    lines four in a row show it, if both ranks have made calls together on all of these lines before.
+    lines four in a row show it, if both ranks have made calls together on all of these lines before. In either case
+    the ranks made the call before these calls on one line.
 
     Args: mine, others: the lines of two ranks' last calls; the calls with the same index met in one collective.
     Returns: None if no call is known to be left out by the other rank.
@@ -52,13 +53,16 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
     first = len(pairs) - 1
     while first > 0 and _is_shifted(pairs[first - 1], pairs[first]):
         first -= 1
+    before = pairs[:first]
     shifted = pairs[first:]
+    if before and before[-1][0] != before[-1][1]:
+        return None
     steps = len(shifted) - 1
     lines = {line for pair in shifted for line in pair}
     if steps > 0 and len(lines) == steps + 2:
         return shifted[0]
-    together = {line for line, other in pairs[:first] if line == other}
-    if steps >= _STEPS_IN_LOOP and lines <= together and shifted[0][1] == pairs[first - 1][1]:
+    together = {line for line, other in before if line == other}
+    if steps >= _STEPS_IN_LOOP and lines <= together and shifted[0][1] == before[-1][1]:
         return shifted[0]
     return None
 
