@@ -124,11 +124,96 @@ def _named(value: ReadsAsArray) -> str:
     return f"a {type(value).__name__}" if name is None else f"variable {name!r}"
 
 
-class DistributedValues(ReadsAsArray):
+def _function(name: str) -> Any:
+    if name == "divmod":  # torch's tensors have none
+        return lambda value, divisor: (value // divisor, value % divisor)
+    return getattr(operator, f"__{name}__")
+
+
+def _forward(name: str) -> Any:
+    function = _function(name)
+
+    def forwarded(self: Any, *args: Any) -> Any:
+        return function(self._operand(name), *args)
+
+    return forwarded
+
+
+def _reflect(name: str) -> Any:
+    function = _function(name)
+
+    def reflected(self: Any, other: Any) -> Any:
+        return function(other, self._operand(name))
+
+    return reflected
+
+
+def _compare(name: str) -> Any:
+    function = _function(name)
+
+    def compared(self: Any, other: Any) -> Any:
+        if other is None:
+            return name == "ne"
+        if isinstance(other, ActsAsArray):
+            other = other._operand(name)
+        return function(self._operand(name), other)
+
+    return compared
+
+
+_ARITHMETIC_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+BIT_OPERATORS = ("and", "or", "xor", "lshift", "rshift")
+BINARY_OPERATORS = (*_ARITHMETIC_OPERATORS, *BIT_OPERATORS)
+_OTHER_OPERATORS = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "getitem")
+
+
+class ActsAsArray(ReadsAsArray):
+    """A value that also has the operators and conversions of the array that it stands for.
+
+    It has the hash of an object, so that sets find it by its identity. It is unequal to None.
+    """
+
+    __array_priority__ = 1000  # NumPy arrays leave `array + self` to our __radd__
+
+    def _operand(self, name: str) -> Any:
+        """Return the array for an operator or conversion, such as "add" or "float"."""
+        return self._read()
+
+    def __round__(self, digits: int | None = None) -> Any:
+        value = arrays.as_array(self._operand("round"))
+        if not digits:
+            return value.round()
+        return value.round(decimals=digits)  # torch rounds integers without `decimals` only
+
+    def __format__(self, how: str) -> str:
+        if not how:
+            return str(self)
+        return format(self._operand("format"), how)
+
+    def __float__(self) -> float:
+        return float(self._operand("float"))
+
+    def __int__(self) -> int:
+        return int(self._operand("int"))
+
+    def __bool__(self) -> bool:
+        return bool(self._operand("bool"))
+
+
+# An operator that is set after the class is made does not take the hash away, as `def __eq__` in the class would.
+for _name in ("eq", "ne"):
+    setattr(ActsAsArray, f"__{_name}__", _compare(_name))
+for _name in (*BINARY_OPERATORS, "divmod", *_OTHER_OPERATORS):
+    setattr(ActsAsArray, f"__{_name}__", _forward(_name))
+for _name in (*BINARY_OPERATORS, "divmod"):
+    setattr(ActsAsArray, f"__r{_name}__", _reflect(_name))
+
+
+class DistributedValues(ActsAsArray):
     """A value with a component on each replica of this rank.
 
-    Inside `run`, NumPy and torch take it as the array of the replica that calls them. Outside `run` they raise
-    ValueError.
+    Inside `run` it stands for the array of the replica that uses it: NumPy and torch take it, and it has the operators
+    of that array. Outside `run` they raise ValueError, and its operators raise TypeError.
 
     Example:
         >>> values = ms.DistributedValues([np.arange(2), np.arange(3)])
@@ -157,6 +242,12 @@ class DistributedValues(ReadsAsArray):
             )
         return context.own_component(self)
 
+    def _operand(self, name: str) -> Any:
+        try:
+            return self._read()
+        except ValueError as error:
+            raise TypeError(str(error)) from None
+
     def __repr__(self) -> str:
         inside = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))
         return f"{type(self).__name__}:{{\n{inside}\n}}"
@@ -178,50 +269,7 @@ class PerReplica(DistributedValues):
     """
 
 
-def _forward(name: str) -> Any:
-    function = getattr(operator, name)
-
-    def forwarded(self: Any, *args: Any) -> Any:
-        return function(self._read(), *args)
-
-    return forwarded
-
-
-def _reflect(name: str) -> Any:
-    function = getattr(operator, name)
-
-    def reflected(self: Any, other: Any) -> Any:
-        return function(other, self._read())
-
-    return reflected
-
-
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-_OTHERS = ("neg", "pos", "abs", "lt", "le", "gt", "ge", "getitem")
-
-
-class ActsAsArray(ReadsAsArray):
-    """A value that also has the operators and conversions of the array that it stands for."""
-
-    __array_priority__ = 1000  # NumPy arrays leave `array + self` to our __radd__
-
-    def __float__(self) -> float:
-        return float(self._read())
-
-    def __int__(self) -> int:
-        return int(self._read())
-
-    def __bool__(self) -> bool:
-        return bool(self._read())
-
-
-for _name in (*_BINARY, *_OTHERS):
-    setattr(ActsAsArray, f"__{_name}__", _forward(f"__{_name}__"))
-for _name in _BINARY:
-    setattr(ActsAsArray, f"__r{_name}__", _reflect(f"__{_name}__"))
-
-
-class Mirrored(ActsAsArray, DistributedValues):
+class Mirrored(DistributedValues):
     """A distributed value with equal components on all replicas. It acts as an array, inside and outside `run`.
 
     Inside `run` it stands for the replica's component, outside for the first component on this rank. Attributes and

@@ -140,6 +140,9 @@ class ShardedVariable(Variable):
             return arrays.concatenate(parts)
         return parts[0] if parts else self.variables[0].read_value()[:0]
 
+    def _shown(self) -> str:
+        return f" shards={self.variables}"
+
     def _update(self, method: str, operand: Any) -> ShardedVariable:
         scatters = method.startswith("scatter_")
         parts = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
@@ -18,9 +18,18 @@ from mpistrat.context import (
 )
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
-from mpistrat.values import ActsAsArray, DistributedValues, PassedWhole
+from mpistrat.values import (
+    BINARY_OPERATORS,
+    BIT_OPERATORS,
+    ActsAsArray,
+    DistributedValues,
+    PassedWhole,
+)
 from mpistrat.variables.updates import updated
 
+# These operators do not read an ON_READ variable outside replicas, where a read is a collective: Python may compare
+# values on a rank alone, as in `variable in values`. The older operators read it, as in TensorFlow.
+_LOCAL_OPERATORS = ("eq", "ne", "invert", "divmod", "round", "format", *BIT_OPERATORS)
 _REDUCING = (VariableAggregation.SUM, VariableAggregation.MEAN)
 _IRREDUCIBLE_SCATTERS = ("scatter_min", "scatter_max", "scatter_update")
 
@@ -128,6 +137,16 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         raise NotImplementedError
 
     @property
+    def ndim(self) -> int:
+        """The number of the value's dimensions; 0 for a number.
+
+        Example:
+            >>> ms.Variable([[1.0, 2.0]]).ndim
+            2
+        """
+        return len(self.shape)
+
+    @property
     def dtype(self) -> Any:
         """The dtype of the array that `read_value` returns, as its library (NumPy, torch or CuPy) gives it."""
         raise NotImplementedError
@@ -194,7 +213,30 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         return self._update("scatter_update", slices)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} shape={tuple(self.shape)} dtype={self.dtype}>"
+        kind = f"{type(self).__name__} {self.name!r}"
+        return f"<{kind} shape={tuple(self.shape)} dtype={self.dtype}{self._shown()}>"
+
+    def _shown(self) -> str:
+        """Return the value for `repr`, as far as this rank knows it without asking another rank."""
+        return ""
+
+
+def _refusal(method: str) -> Any:
+    def refused(self: Variable, *args: Any) -> NoReturn:
+        raise RuntimeError(
+            f"variable {self.name!r} cannot be changed by an operator such as `-=`, nor by `variable[i] = …`: the "
+            f"result would be a plain array. Call variable.{method}(…), which changes all copies, or write "
+            "`array = variable - …` for a new array"
+        )
+
+    return refused
+
+
+# The methods that change a variable as these operators change an array.
+_METHODS = {f"i{name}": "assign" for name in BINARY_OPERATORS}
+_METHODS.update(iadd="assign_add", isub="assign_sub", setitem="scatter_update")
+for _name, _method in _METHODS.items():
+    setattr(Variable, f"__{_name}__", _refusal(_method))
 
 
 class PlainVariable(Variable):
@@ -246,6 +288,9 @@ class PlainVariable(Variable):
 
     def state(self) -> Array:
         return arrays.copy(self._array)
+
+    def _shown(self) -> str:
+        return f" value={self._array}"
 
     def _update(self, method: str, operand: Any) -> Array:
         # An update makes a new array, so that an array that was read before keeps its values.
@@ -335,7 +380,8 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         for component in self._values:
             component._update(method, operand)
 
-    _read, __repr__ = Variable._read, Variable.__repr__
+    _read = Variable._read
+    _operand = Variable._operand
 
 
 class MirroredVariable(DistributedVariable):
@@ -379,6 +425,14 @@ class SyncOnReadVariable(DistributedVariable):
             )
         copies = DistributedValues([component.read_value() for component in self._values])
         return self._aggregated(copies, "read of")
+
+    def _operand(self, name: str) -> Any:
+        if name in _LOCAL_OPERATORS and current_local_replica() is None:
+            raise TypeError(
+                f"variable {self.name!r} is ON_READ: outside run its value needs all ranks, and this operator does not "
+                "ask them. Call variable.read_value() on every rank, and use its result"
+            )
+        return super()._operand(name)
 
     def state(self) -> Array:
         return arrays.copy(self.read_value())

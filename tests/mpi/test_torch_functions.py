@@ -40,6 +40,14 @@ def assert_used(strategy: Any, v: Any) -> None:
         assert [torch.equal(value, expected) for value in own] == [True] * len(own)
     with pytest.raises(TypeError, match="would write to variable"):
         torch.add(MATRIX, MATRIX, out=v)
+    assert (v == MATRIX).all()
+    assert (v != MATRIX).sum() == 0
+    assert [x.tolist() for x in divmod(v, 3)] == [[[0, 0], [1, 1]], [[1, 2], [0, 1]]]
+    assert v.ndim == 2
+    assert v in {v}
+    with pytest.raises(RuntimeError, match="assign_sub"):
+        v -= MATRIX
+    assert v.name in repr(v)
 
 
 @pytest.mark.parametrize("devices", [CPUS[:1], CPUS], ids=["k=1", "k=2"])

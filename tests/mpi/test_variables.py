@@ -299,3 +299,23 @@ def test_in_a_replica_block_a_metric_reads_as_the_sum(kind):
         assert int(right.state()) == size
     assert int(right) == size
     assert strategy.run(lambda: int(right)) == 1
+
+
+@every_library
+def test_variables_are_compared_by_their_values(strategy, make):
+    steps = make_variable(strategy, make(0), aggregation=FIRST)
+    reached = 0
+    for _ in range(5):
+        strategy.run(lambda: steps.assign_add(make(1)))
+        reached += bool(steps == 3)
+    assert (reached, bool(steps == 5), bool(steps != 5), steps == None) == (1, True, False, False)  # noqa: E711
+    assert all(strategy.experimental_local_results(strategy.run(lambda: bool(steps == 5))))
+    with pytest.raises(RuntimeError, match=r"variable\.assign_sub"):
+        steps -= make(1)
+    total = make_variable(strategy, make(2), synchronization=ON_READ, aggregation=SUM)
+    # No rank waits for another.
+    if RANK == LAST:
+        with pytest.raises(TypeError, match=r"Call variable\.read_value\(\) on every rank"):
+            assert total in [steps]
+        assert "copies=" in repr(total)
+    assert int(total) == 2 * strategy.num_replicas_in_sync
