@@ -36,8 +36,8 @@ class ShardedVariable(Variable):
 
     Example:
         >>> table = ms.ShardedVariable([ms.Variable([1.0, 2.0]), ms.Variable([3.0])], name="table")
-        >>> table.read_value(), table.sparse_read([2, 0])  # shard by shard, as in TensorFlow: row 0 comes before row 2
-        (array([1., 2., 3.], dtype=float32), array([1., 3.], dtype=float32))
+        >>> table.read_value(), table.sparse_read([2, 0])
+        (array([1., 2., 3.], dtype=float32), array([3., 1.], dtype=float32))
         >>> table.load_state(table.state() + 1)
         >>> table[1:], table.offsets
         (array([3., 4.], dtype=float32), [0, 2])
@@ -77,17 +77,17 @@ class ShardedVariable(Variable):
         return self.variables[0].dtype
 
     def read_value(self) -> Array:
-        return self._joined([variable.read_value() for variable in self.variables])
+        return _joined(self.variables[0], [variable.read_value() for variable in self.variables])
 
     def state(self) -> Array:
-        return self._joined([variable.state() for variable in self.variables])
+        return _joined(self.variables[0], [variable.state() for variable in self.variables])
 
     def load_state(self, state: Any) -> None:
         for variable, rows in zip(self.variables, self._rows_of_shards(state), strict=True):
             variable.load_state(rows)
 
     def sparse_read(self, indices: Any) -> Array:
-        """Return the rows at `indices`, shard by shard, and within a shard in the order of `indices`, as in TensorFlow.
+        """Return the rows at `indices`, in the order of `indices`. Only the shards that have them are read.
 
         Args:
             indices: integers of shape [n].
@@ -95,12 +95,16 @@ class ShardedVariable(Variable):
         Raises: NotImplementedError unless the shards have equally many rows; the first ones may have one more.
         """
         positions, owners = self._division.owners(indices, "sparse_read")
-        return self._joined(
-            [
-                self.variables[shard].sparse_read(positions[owners == shard] - self.offsets[shard])
-                for shard in np.unique(owners)
-            ]
-        )
+        parts = []
+        for shard in np.unique(owners):
+            rows = positions[owners == shard] - self.offsets[shard]
+            parts.append(self.variables[shard].sparse_read(rows))
+        joined = _joined(self.variables[0], parts)
+        if len(parts) < 2:
+            return joined
+        by_shard = np.argsort(owners, kind="stable")  # index i is at `places[i]` in `joined`
+        places = np.argsort(by_shard)
+        return joined[places]
 
     def __iter__(self) -> Iterator[Variable]:
         return iter(self.variables)
@@ -132,13 +136,7 @@ class ShardedVariable(Variable):
             begin, stop = wanted.start + steps * wanted.step, min(end, wanted.stop)
             if begin < stop:
                 parts.append(variable.read_value()[begin - offset : stop - offset : wanted.step])
-        return self._joined(parts)
-
-    def _joined(self, parts: list[Array]) -> Array:
-        """Return the rows of all `parts` in one array; an array without rows if `parts` is empty."""
-        if len(parts) > 1:
-            return arrays.concatenate(parts)
-        return parts[0] if parts else self.variables[0].read_value()[:0]
+        return _joined(self.variables[0], parts)
 
     def _shown(self) -> str:
         return f" shards={self.variables}"
@@ -219,6 +217,13 @@ def equal_parts(rows: int, count: int) -> list[int]:
     """Return the number of rows of each of `count` shards, as in TensorFlow: the first `rows % count` have one more."""
     each, more = divmod(rows, count)
     return [each + (part < more) for part in range(count)]
+
+
+def _joined(shard: Variable, parts: list[Array]) -> Array:
+    """Return the rows of all `parts` in one array; an array without rows, like those of `shard`, if there are none."""
+    if len(parts) > 1:
+        return arrays.concatenate(parts)
+    return parts[0] if parts else shard.read_value()[:0]
 
 
 def _check_index(part: Any) -> None:

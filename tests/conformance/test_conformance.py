@@ -6,6 +6,7 @@ MPISTRAT_GOLDEN=FOLDER replays other recorded cases.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from mpistrat.fault_tolerance import TerminationConfig
 
 # All ranks read the iterables here, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:each of the .* ranks reads all:UserWarning")
+TESTS = Path(__file__).parents[1]
 RULES = differences.load()
+BY_CASES = [rule for rule in RULES if not rule.test]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -56,7 +59,7 @@ def test_case(stage: Stage) -> None:
     check(expect, attempt(lambda: cases.replay(stage)))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.reason[:40])
+@pytest.mark.parametrize("rule", BY_CASES, ids=lambda rule: rule.reason[:40])
 def test_difference_is_needed(rule: differences.Difference, pytestconfig: pytest.Config) -> None:
     """Each rule applies to a recorded case, and one of them does not come to what was recorded."""
     rank, size = _place(pytestconfig)
@@ -70,6 +73,16 @@ def test_difference_is_needed(rule: differences.Difference, pytestconfig: pytest
     ]
     if size == 1 and here:
         assert not all(_as_recorded(stage) for stage in here), "the library does as TensorFlow does"
+
+
+def test_other_differences_have_a_test() -> None:
+    """A difference without a recorded case names the test that shows it."""
+    for rule in RULES:
+        if rule.test:
+            file, _, name = rule.test.partition("::")
+            assert f"\ndef {name}(" in (TESTS / file).read_text(), rule.test
+            assert not rule.match
+            assert not rule.instead
 
 
 def _as_recorded(stage: Stage) -> bool:

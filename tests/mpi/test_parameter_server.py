@@ -121,8 +121,8 @@ def test_rows(way, method) -> None:
         expected = first.copy()
         expected[[6, 0, 3]] = ways[method](expected[[6, 0, 3]], 4.0)
         assert np.array_equal(v.numpy(), expected)
-        # 3, 2 and 2 rows: those of one shard stand together
-        assert np.array_equal(v.sparse_read([6, 0, 3, 0]), expected[[0, 0, 3, 6]])
+        # 3, 2 and 2 rows in the shards, read in the order of the indices
+        assert np.array_equal(v.sparse_read([6, 0, 3, 0]), expected[[6, 0, 3, 0]])
         assert np.array_equal(v[2:6], expected[2:6])
         assert np.array_equal(v[-1], expected[-1])
         assert v.sparse_read([]).shape == (0, 2)

@@ -96,6 +96,13 @@ def test_a_value_of_another_size_changes_nothing(rows: int) -> None:
     assert np.array_equal(variable.read_value(), WHOLE)
 
 
+@pytest.mark.parametrize("torch_", [False, True])
+@pytest.mark.parametrize("rows", [[4, 0, 2, 0], [5, 5, 1], [3, 2], [0, 1, 4]])
+def test_rows_are_read_in_the_order_of_the_indices(torch_: bool, rows: list[int]) -> None:
+    for sizes in ([6], [3, 3], [2, 2, 2]):
+        assert np.array_equal(sharded(sizes, torch_).sparse_read(rows), WHOLE[rows])
+
+
 def test_no_rows_at_all_are_read() -> None:
     assert sharded([3, 3]).sparse_read(np.array([], np.int64)).shape == (0, 2)
 
