@@ -154,11 +154,14 @@ class Checkpoint:
             self.check_alike("restore")
             common, ranks, local = state["common"], state["ranks"], state.get("local", {})
             rank = self.strategy.extended.communicator.rank
-            objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **local})
+            of_rank = {**state_of_some_rank(ranks, rank), **local}
+            objects = self._objects_of(common, of_rank)
             for name, value in objects.items():
                 if has_common_state(value):
                     value.load_state_dict(common[name])
             for name, value in objects.items():
+                if name not in of_rank and getattr(value, "common_state_suffices", False):
+                    continue
                 if has_state_of_rank(value):
                     states = {rank: local[name]} if name in local else _of_object(ranks, name)
                     value.load_rank_state_dicts(states)

@@ -3,7 +3,8 @@
 An object with `state_dict` and `load_state_dict` has a common state. An object with `rank_state_dict` and
 `load_rank_state_dicts(states)` has a state of each rank. `states` maps each rank that saved to its state; a look-up may
 read the state's file. If an object has both states, the common state is loaded first. The rank state of an object with
-`stays_with_rank = True` is local: `run_elastic` sends no copy of it to other ranks.
+`stays_with_rank = True` is local: `run_elastic` sends no copy of it to other ranks. An object with
+`common_state_suffices = True` is restored from a checkpoint that has no state of its ranks, too.
 
 An object may also have `state_schema(state)` and `rank_state_schema(state)`. They return a schema (types and ranges of
 the values) for `schema.check`. If a saved state does not fit, the checkpoint is damaged, and nothing of it is loaded.
@@ -37,25 +38,37 @@ class _OfVariable:
         return {"value": check_array} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "value" in state:
-            self._variable.load_state(state["value"])
+        if "value" not in state:
+            raise ValueError(
+                f"variable {self._variable.name!r} has one value for all replicas, and was saved ON_READ with "
+                "aggregation NONE, as a value of each replica. Make it ON_READ again, or leave it out of the checkpoint"
+            )
+        self._variable.load_state(state["value"])
 
 
 class _OfCopies(_OfVariable):
     """Wraps an ON_READ variable for a checkpoint. Each rank's state has the copies of its replicas.
 
-    The common state has the combined value; with aggregation NONE it is empty.
+    The common state has the combined value; with aggregation NONE it is empty. It is all that there is of a variable
+    that was saved as a mirrored one.
     """
 
+    common_state_suffices = True
     _variable: SyncOnReadVariable
 
     def state_dict(self) -> dict[str, Any]:
         has_no_value = self._variable.aggregation is VariableAggregation.NONE
         return {} if has_no_value else super().state_dict()
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            super().load_state_dict(state)
+
     def rank_state_dict(self) -> dict[str, Any]:
-        copies = [component.state() for component in self._variable.values]
-        return {**local_replicas(self._variable.strategy.extended), "copies": copies}
+        state: dict[str, Any] = {**local_replicas(self._variable.strategy.extended)}
+        state["aggregation"] = self._variable.aggregation.name
+        state["copies"] = [component.state() for component in self._variable.values]
+        return state
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
         return schema_of_replicas(state, "copies", check_array)
@@ -63,24 +76,29 @@ class _OfCopies(_OfVariable):
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         """Give each replica its saved copy, if the job has as many replicas as the job that saved.
 
-        Any other replica keeps the value that `load_state_dict` has derived from the combined value.
+        Any other replica keeps the value that `load_state_dict` has derived from the combined value. So do all replicas
+        if the variable had another aggregation, because its copies would combine to another value.
 
-        Raises: ValueError with aggregation NONE, if the number of replicas differs or a replica has no saved copy.
+        Raises: ValueError if the variable was saved with aggregation NONE, and the number of replicas differs or a
+            replica has no saved copy.
         """
         variable, extended = self._variable, self._variable.strategy.extended
         now = extended.num_replicas_in_sync
         saved = StatesOfReplicas(states, extended.communicator.rank)
+        own = variable.aggregation.name
+        aggregation = saved.some.get("aggregation", own)  # earlier versions did not save it
+        fits = saved.total == now and aggregation in (own, "NONE")
         for replica, component in enumerate(variable.values, extended.first_replica_id):
-            state = saved.of(replica) if saved.total == now else None
+            state = saved.of(replica) if fits else None
             if state is not None:
                 component.load_state(state["copies"][replica - state["first_replica"]])
-            elif variable.aggregation is VariableAggregation.NONE:
+            elif aggregation == "NONE":
                 why = (
                     f"this job has {now} replicas" if saved.total != now else f"{replica}'s is lost"
                 )
                 raise ValueError(
-                    f"variable {variable.name!r} is ON_READ with aggregation NONE: each of {saved.total} replicas "
-                    f"saved its own copy, and {why}. Start as many replicas, or leave it out of the checkpoint"
+                    f"variable {variable.name!r} was saved ON_READ with aggregation NONE: each of {saved.total} "
+                    f"replicas saved its own copy, and {why}. Start as many replicas, or leave it out of the checkpoint"
                 )
 
 

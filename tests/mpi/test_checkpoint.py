@@ -241,6 +241,49 @@ def test_copies_of_variables(directory):
     assert int(fewer["count"].numpy()) == n * SIZE + 1
 
 
+def test_variables_of_another_kind():
+    """A variable takes the one value that was saved, whatever its kind was; without one, it says so."""
+    strategy = ms.MultiWorkerMirroredStrategy(devices=("cpu:0", "cpu:1"))
+    n = 2 * SIZE
+    kinds = {"mirrored": {}}
+    for aggregation in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"):
+        how = {"synchronization": ON_READ, "aggregation": ms.VariableAggregation[aggregation]}
+        kinds[aggregation] = how
+    saved = {
+        "mirrored": 7.0,
+        "SUM": n * (n - 1) / 2,
+        "MEAN": (n - 1) / 2,
+        "ONLY_FIRST_REPLICA": 0.0,
+    }
+
+    def variables(value, kind=None):
+        with strategy.scope():
+            return {name: ms.Variable(value, name=name, **kinds[kind or name]) for name in kinds}
+
+    def give_each_its_own():
+        for name in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"):
+            before[name].assign(float(ms.get_replica_context().replica_id_in_sync_group))
+
+    before = variables(7.0)
+    strategy.run(give_each_its_own)
+    state = Checkpoint(**before).state_dict()
+    for kind in kinds:
+        after = variables(-1.0, kind)
+        checkpoint = Checkpoint(**after)
+        if kind == "mirrored":
+            for name, message, _ in errors_of_ranks(lambda: checkpoint.load_state_dict(state)):  # noqa: B023
+                assert name == "ValueError"
+                assert "'NONE' has one value for all replicas, and was saved ON_READ" in message
+            del checkpoint.objects["NONE"]
+        checkpoint.load_state_dict(state)
+        if kind == "NONE":
+            copies = {name: [float(c.numpy()) for c in v.values] for name, v in after.items()}
+            assert copies.pop("NONE") == [2.0 * RANK, 2.0 * RANK + 1]
+            assert copies == {name: [value] * 2 for name, value in saved.items()}
+        else:
+            assert {name: float(after[name]) for name in saved} == pytest.approx(saved)
+
+
 def test_a_relative_path_is_rank_0_s(directory, monkeypatch):
     manager = manager_of(directory)
     path = manager.save(1)
