@@ -263,10 +263,13 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
         indices: integer array of shape [rows].
         rows: array or variable of shape [rows, ...], of any library; it is converted to the dtype of `result`.
         combine: "add", "sub", "mul", "div", "min", "max" or "update". "update" replaces the row; of the rows with a
-            repeated index any one may stay.
-    Raises: KeyError for another `combine`.
+            repeated index any one may stay. "div" rounds the quotients of integers toward zero, as TensorFlow does.
+    Raises: KeyError for another `combine`; ZeroDivisionError for integers that are divided by 0.
     """
     rows = cast_like(detach_read(rows), result)
+    if combine == "div" and is_integer(result):
+        _divide_integers(result, to_numpy(indices), rows)
+        return
     if is_torch(result):
         import torch
 
@@ -297,6 +300,21 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
         result[places] = ufunc(result[places], rows)
     else:
         ufunc.at(result, places, rows)
+
+
+def _divide_integers(result: Array, places: np.ndarray, rows: Array) -> None:
+    if bool((rows == 0).any()):
+        raise ZeroDivisionError("scatter_div divides integers by 0: give divisors without 0")
+    left = np.arange(len(places))
+    while len(left):
+        # A place that comes several times is divided once in each round.
+        _, firsts = np.unique(places[left], return_index=True)
+        now = left[firsts]
+        dividends = result[places[now]]
+        quotients = dividends // rows[now]
+        are_too_low = (quotients < 0) & (quotients * rows[now] != dividends)
+        result[places[now]] = quotients + are_too_low
+        left = np.delete(left, firsts)
 
 
 def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:

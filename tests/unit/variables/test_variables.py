@@ -144,6 +144,20 @@ def test_scatter_outside_run(pair, make, method):
     assert copies(v) == [SCATTERED[method]] * 2
 
 
+def test_integers_are_divided_as_by_tensorflow(pair, make):
+    """They are rounded toward zero, after each division of a row that comes several times."""
+    v = variable(pair, make([7, -7, 8, -100, 2**62 + 1]))
+    v.scatter_div(ms.IndexedSlices(make([2, 2, -3, 3, 7, 1]), make([0, 1, 2, 3, 3, 4])))
+    assert copies(v) == [[3, -3, -2, -4, 2**62 + 1]] * 2
+    small = variable(pair, make([[200, 7], [9, 9]]), dtype="uint8")
+    small.scatter_div(ms.IndexedSlices(make([[3, 3], [2, 2]]), make([0, 0])))
+    assert copies(small) == [[[33, 1], [9, 9]]] * 2
+    pair.run(lambda: small.scatter_div(ms.IndexedSlices(make([[2, 2]]), make([replica()]))))
+    assert copies(small) == [[[16, 0], [9, 9]], [[33, 1], [4, 4]]]
+    with pytest.raises(ZeroDivisionError, match="without 0"):
+        v.scatter_div(ms.IndexedSlices(make([0]), make([0])))
+
+
 def test_scatter_in_run_is_aggregated(pair, make):
     for aggregation, expected in {SUM: [1, 2], MEAN: [0.5, 1], FIRST: [1, 0], NONE: None}.items():
         v = variable(pair, make([0.0, 0.0]), aggregation=aggregation)
