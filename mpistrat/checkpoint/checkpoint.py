@@ -14,6 +14,7 @@ from mpistrat.checkpoint.residuals import Residuals
 from mpistrat.cluster_resolver.launcher import read_claim
 from mpistrat.context import get_strategy, outside_replica_block
 from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
+from mpistrat.machine.notices import tell
 from mpistrat.settings import rank_pid
 from mpistrat.variables.variable import Variable
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
 _STRATEGY, RANDOM, _RESIDUALS = "strategy", "random", "residuals"
+STEPS_OF_HANDLER = "total_run_calls"  # of a PreemptionCheckpointHandler
+_NOT_OF_PROGRAM = {_STRATEGY, RANDOM, _RESIDUALS, STEPS_OF_HANDLER}
 
 
 class Checkpoint:
@@ -129,26 +132,33 @@ class Checkpoint:
         """Return the states of all objects, in memory. Arrays are not copied, unless an object's `state_dict()` does.
 
         Called by: every rank.
-        Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "local": {name: state}}. "common" has
-            the states that are equal on all ranks. "ranks" has this rank's exchanged states, and "local" its local
-            states; see `rank_states`. The caller may add other ranks' states to "ranks".
+        Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "local": {name: state}, "classes":
+            {name: class}}. "common" has the states that are equal on all ranks. "ranks" has this rank's exchanged
+            states, and "local" its local states; see `rank_states`. The caller may add other ranks' states to "ranks".
+            "classes" has the names of the classes of optimizers, schedulers and gradient scalers.
         """
         with outside_replica_block(self.strategy):
             exchanged, local = self.rank_states()
             common = dict(self.common_states())
         rank = self.strategy.extended.communicator.rank
-        return {"common": common, "ranks": {rank: exchanged}, "local": local}
+        classes = self._classes()
+        return {"common": common, "ranks": {rank: exchanged}, "local": local, "classes": classes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`, on the same or on another number of ranks.
+
+        Rank 0 prints the names of saved objects that the Checkpoint has not, unless the Checkpoint has no optimizer,
+        scheduler, gradient scaler or distributed dataset. Rank 0 also prints both classes if an optimizer or a
+        scheduler goes on from the state of another class.
 
         An object with the attribute `may_be_absent = True` is left alone if the checkpoint has no state of it. An
         earlier version of the program may have saved such a checkpoint.
 
         Called by: every rank.
         Raises: before anything is loaded, KeyError if the state of an object is missing, and ValueError on all ranks if
-            an optimizer has other parameters on another rank. Later, the errors of the objects. On another number of
-            ranks, also the errors of `CheckpointManager.restore`.
+            an optimizer has other parameters on another rank, or if an optimizer or a scheduler cannot go on from the
+            state of another class. Later, the errors of the objects. On another number of ranks, also the errors of
+            `CheckpointManager.restore`.
         """
         with outside_replica_block(self.strategy):
             self.check_alike("restore")
@@ -156,6 +166,10 @@ class Checkpoint:
             rank = self.strategy.extended.communicator.rank
             of_rank = {**state_of_some_rank(ranks, rank), **local}
             objects = self._objects_of(common, of_rank)
+            notices = list(self._notices(state, {*common, *of_rank}))
+            if rank == 0:
+                for notice in notices:
+                    tell(notice)
             for name, value in objects.items():
                 if has_common_state(value):
                     value.load_state_dict(common[name])
@@ -165,6 +179,43 @@ class Checkpoint:
                 if has_state_of_rank(value):
                     states = {rank: local[name]} if name in local else _of_object(ranks, name)
                     value.load_rank_state_dicts(states)
+
+    def _classes(self) -> dict[str, str]:
+        """Return the names of the classes of optimizers, schedulers and gradient scalers, by object name."""
+        if "torch" not in sys.modules:
+            return {}
+        from mpistrat.pytorch.other_classes import classes_of
+
+        return classes_of(self.objects)
+
+    def _notices(self, state: Mapping[str, Any], saved: set[str]) -> Iterator[str]:
+        """Yield a notice for each state that goes on in another class, and for a restore that leaves objects out.
+
+        A restore for evaluation may leave objects out: it has no optimizer, scheduler, scaler or dataset.
+
+        Args: saved: the names of the saved objects.
+        Raises: ValueError for an optimizer or a scheduler that cannot go on from the state of another class.
+        """
+        classes = self._classes()
+        for name, before in state.get("classes", {}).items():  # earlier versions saved none
+            now = classes.get(name, before)
+            if now == before:
+                continue
+            from mpistrat.pytorch.other_classes import fits
+
+            text = f"{name!r} was saved from the class {before}, and has the class {now} in this program"
+            if not fits(self.objects[name], before, state["common"][name]):
+                raise ValueError(
+                    f"{text}, which cannot go on from that state. Restore it as {before}, or leave it out"
+                )
+            yield f"{text}, which goes on from that state. If you do not want that, restore it as {before}"
+        left = saved - self.objects.keys() - _NOT_OF_PROGRAM
+        has_input = any(isinstance(v, DistributedDataset) for v in self.objects.values())
+        if left and (classes or has_input):
+            yield (
+                f"this restore leaves out {', '.join(sorted(left))} of the checkpoint. To go on from there, give the "
+                "Checkpoint objects of these names, too"
+            )
 
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
         """Return the objects that have a state in the checkpoint, by name. Called by: `load_state_dict`.

@@ -1,6 +1,7 @@
 """The files of a complete checkpoint. The manifest is written last.
 
-state.json                    the states that are equal on all ranks, by object; rank 0 writes it
+state.json                    the states that are equal on all ranks, by object, and the objects' classes; rank 0 writes
+                              it
 <object>.safetensors          the arrays of an object's state
 rank-00003.json               rank 3's own states
 rank-00003.safetensors        the arrays of rank 3's own states
@@ -25,6 +26,7 @@ from mpistrat.checkpoint.schema import COUNT, check, parsed
 
 NAME = "manifest.json"
 STATE = "state.json"
+CLASSES = "classes of objects"  # a name in state.json; no object has it, because objects' names are identifiers
 ARRAYS = ".safetensors"
 _FORMAT = "mpistrat checkpoint 1"
 _FILES = {str: [COUNT]}

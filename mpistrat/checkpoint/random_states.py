@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import warnings
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 class RandomStates:
     """The states of torch's generators of each replica, and of Python's and NumPy's generators of each rank.
 
-    After a restore, a replica continues the random numbers of the saved replica with the same id, on any rank. If no
-    such replica was saved, it gets a seed from its id and another saved state. A rank continues Python's and NumPy's
-    numbers only if its first replica was the first replica of a rank. Otherwise they get such a seed, too.
+    After a restore, a replica continues the random numbers of the saved replica with the same id, on any rank. A rank
+    continues Python's and NumPy's numbers if its first replica was the first replica of a rank. If several ranks saved
+    equal states of a generator, other replicas and ranks take that state. Otherwise they get a seed from the replica's
+    id and another saved state.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -63,14 +65,14 @@ class RandomStates:
         replicas = StatesOfReplicas(states, extended.communicator.rank)
         some, of, first = replicas.some, replicas.of, extended.first_replica_id
         of_rank = of(first)
-        if of_rank is not None and of_rank["first_replica"] == first:
-            version, words, gauss = of_rank["python"]
-            random.setstate((version, tuple(words.tolist()), gauss))
-            np.random.set_state(of_rank["numpy"])
-        else:
+        if of_rank is None or of_rank["first_replica"] != first:
             of_rank = {}
             _seed_rank(some, first)
-        missing = self._set_torch(some, first, of)
+        for name, set_state in _SETTERS.items():
+            if of_rank or _are_alike(states, name):
+                set_state((of_rank or some)[name])
+        is_new = first + extended.num_local_replicas > replicas.total
+        missing = self._set_torch(some, first, of, is_new and _are_alike(states, "torch"))
         # Setting torch's generators also seeds the generators of devices, so the device's own state comes last.
         if of_rank.get("device") is not None:
             extended.replicas.set_device_random_state(of_rank["device"])
@@ -98,16 +100,16 @@ class RandomStates:
         self._set_torch(saved, first, lambda replica: None)
 
     def _set_torch(
-        self, some: Mapping[str, Any], first: int, of: Callable[[int], Any]
+        self, some: Mapping[str, Any], first: int, of: Callable[[int], Any], alike: bool = False
     ) -> list[int]:
         """Set the torch generators of this rank's replicas; nothing if the program that saved did not use torch.
 
-        Returns: the ids of the replicas without a saved state.
+        Returns: the ids of the replicas that get new seeds.
         Args:
             some: the state of some rank.
             first: id of this rank's first replica.
-            of: takes a replica's id, and returns the saved state of its rank. If it returns None, the replica gets a
-                new seed.
+            of: takes a replica's id, and returns the saved state of its rank, or None.
+            alike: whether a replica without a saved state takes another one's. Else it gets a new seed.
         """
         if not some["torch"]:
             return []
@@ -118,7 +120,9 @@ class RandomStates:
         cpu = some["torch"][0][0].numpy().tobytes()
         for replica in range(first, first + extended.num_local_replicas):
             saved = of(replica)
-            if saved is None:
+            if saved is None and alike:
+                generators.append(some["torch"][0])
+            elif saved is None:
                 missing.append(replica)
                 generators.append(seeded_generators(_seed(cpu, replica)))
             else:
@@ -139,6 +143,25 @@ def _check_generators(states: Any) -> None:
 def _check_python(state: Any) -> None:
     version, words, gauss = state
     generator_states.of_python((version, tuple(words.tolist()), gauss))
+
+
+def _are_alike(states: Mapping[int, Any], name: str) -> bool:
+    """Whether several ranks have saved equal states of the generators `name`. This may read the states of all ranks."""
+    texts = (_text(states[rank][name]) for rank in states)
+    first = next(texts)
+    return len(states) > 1 and all(text == first for text in texts)
+
+
+def _text(state: Any) -> str:
+    return json.dumps(state, default=lambda array: array.tolist())
+
+
+def _set_python(state: Any) -> None:
+    version, words, gauss = state
+    random.setstate((version, tuple(words.tolist()), gauss))
+
+
+_SETTERS = {"python": _set_python, "numpy": np.random.set_state}
 
 
 def _seed_rank(saved: Mapping[str, Any], first: int) -> None:

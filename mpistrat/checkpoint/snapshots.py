@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mpistrat.checkpoint.manifest import ARRAYS, STATE, stem_of_parts, stem_of_rank
+from mpistrat.checkpoint.manifest import ARRAYS, CLASSES, STATE, stem_of_parts, stem_of_rank
 from mpistrat.checkpoint.saving import Files
 from mpistrat.checkpoint.shards import parts_to_save
 from mpistrat.checkpoint.state_tree import Encoder
@@ -47,6 +47,7 @@ class Snapshots:
             files[f"{name}.json"] = map(_json, [self._encode(name, "", tree, files)])
         if rank == 0:
             trees = {name: self._encode(name, name, tree, files) for name, tree in common.items()}
+            trees[CLASSES] = state["classes"]
             files[STATE] = map(_json, [trees])
         return files
 

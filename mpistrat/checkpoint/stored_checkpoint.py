@@ -12,7 +12,14 @@ import numpy as np
 
 from mpistrat.checkpoint import durable_files
 from mpistrat.checkpoint.lazy_mapping import LazyMapping
-from mpistrat.checkpoint.manifest import ARRAYS, STATE, read_manifest, stem_of_parts, stem_of_rank
+from mpistrat.checkpoint.manifest import (
+    ARRAYS,
+    CLASSES,
+    STATE,
+    read_manifest,
+    stem_of_parts,
+    stem_of_rank,
+)
 from mpistrat.checkpoint.schema import check, parsed
 from mpistrat.checkpoint.shards import check_parts, sharded_arrays
 from mpistrat.checkpoint.state_tree import decode
@@ -26,9 +33,10 @@ class StoredCheckpoint:
         path: the checkpoint's folder.
         objects: the program's objects by name, as `Checkpoint.stateful_objects` returns them.
     Attributes:
-        state: {"common": {name: state}, "ranks": {rank: {name: state}}}, as `Checkpoint.load_state_dict` takes it, with
-            a `ShardedArray` for each sharded tensor. "common" has the names of all saved objects, but only the states
-            of `objects`; other states are None. A rank's state includes its local states.
+        state: {"common": {name: state}, "ranks": {rank: {name: state}}, "classes": {name: class}}, as
+            `Checkpoint.load_state_dict` takes it, with a `ShardedArray` for each sharded tensor. "common" has the names
+            of all saved objects, but only the states of `objects`; other states are None. A rank's state includes its
+            local states.
         manifest: the checkpoint's `Manifest`.
     Raises: ValueError for a damaged checkpoint, with the name of the file; OSError.
     """
@@ -39,6 +47,8 @@ class StoredCheckpoint:
         trees = self._json(STATE)
         with self._damaged(STATE):
             check(trees, dict, "it")
+            classes = trees.pop(CLASSES, {})  # earlier versions saved none
+            check(classes, {str: str}, CLASSES)
         states = {}
         for name in filter(objects.__contains__, trees):
             states[name] = self._decode(STATE, name, trees[name])
@@ -48,6 +58,7 @@ class StoredCheckpoint:
         self.state: dict[str, Mapping[Any, Any]] = {
             "common": {**dict.fromkeys(trees), **states},
             "ranks": LazyMapping(range(self.manifest.ranks), functools.cache(self._read_rank)),
+            "classes": classes,
         }
 
     def verify_ranks(self, rank: int, size: int) -> None:

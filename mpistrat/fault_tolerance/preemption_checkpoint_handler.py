@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
+from mpistrat.checkpoint.checkpoint import STEPS_OF_HANDLER
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.slurm.job import SlurmError, slurm_job
 from mpistrat.communicators import reducing
@@ -25,7 +26,6 @@ from mpistrat.fault_tolerance.termination_config import TerminationConfig, compl
 from mpistrat.input import DistributedDataset, DistributedIterator
 from mpistrat.machine.notices import tell
 
-_COUNTER = "total_run_calls"  # name of the counter in the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
 _SERVERS = (
     "PreemptionCheckpointHandler is for strategies whose replicas step together. This cluster has parameter servers: "
@@ -91,7 +91,7 @@ class PreemptionCheckpointHandler:
         self._communicator = extended.communicator
         self._job = slurm_job()
         self._counter = _Counter()
-        self._manager.checkpoint.objects[_COUNTER] = self._counter
+        self._manager.checkpoint.objects[STEPS_OF_HANDLER] = self._counter
         if self._config.save_fn is None:
             self._manager.claim()  # an error of the folder is raised now, and not in the last minute
         # Once the last checkpoint is written: the message with which the program ends.

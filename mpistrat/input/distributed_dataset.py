@@ -232,12 +232,16 @@ class DistributedDataset(Iterable[Any]):
         """Let the next iteration go on where `state` was taken. Later iterations are the epochs after it.
 
         Called by: every rank.
-        Raises: ValueError if `state` is of another kind of input or batch size; or of another number of ranks, where
-            each rank reads data of its own (a dataset function, AutoShardPolicy.OFF).
+        Raises: ValueError if `state` is of another kind of input or batch size, or, in mid-epoch, of another length; or
+            of another number of ranks, where each rank reads data of its own (a dataset function, AutoShardPolicy.OFF).
         """
         reader, size = self._reader, self._extended.communicator.size
-        saved = {name: state.get(name) for name in ("source", "batch_size")}
         here = reader.identity()
+        saved = {
+            name: state.get(name, here[name]) for name in here
+        }  # earlier versions saved no length
+        if not state["steps"]:  # the next epoch may have another length
+            saved["length"] = here["length"]
         if not reader.same_for_any_ranks and state.get("ranks") != size:
             raise ValueError(
                 f"the input was saved on {state.get('ranks')} ranks, this is {size}. Start as many ranks as before: "
@@ -246,7 +250,7 @@ class DistributedDataset(Iterable[Any]):
         if saved != here:
             raise ValueError(
                 f"the state is of another input, {saved}, and this is {here}. Load it into a dataset of the same kind, "
-                "with the same batch size"
+                "with the same batch size and, in mid-epoch, the same length"
             )
         reader.load_state(self._extended.communicator, state)
         self._shared.epoch, self._shared.start = state["epoch"], state["steps"]

@@ -156,6 +156,9 @@ class FileReader(Reader):
         partly = {number: count for number, count in partly.items() if number not in finished}
         return {"finished": sorted(finished), "partly": partly, "left": left}
 
+    def length(self) -> int:
+        return len(self._dataset.files)
+
     def position(self) -> _FilePosition:
         return _NothingRead(self._restart, [])
 

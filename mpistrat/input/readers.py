@@ -108,8 +108,16 @@ class Reader(abc.ABC):
         return None
 
     def identity(self) -> dict[str, Any]:
-        """Return the entries of a state that must be equal where the state is loaded: `source` and `batch_size`."""
-        return {"source": type(self).__name__, "batch_size": self.batch_size}
+        """Return the entries of a state that must be equal where it is loaded; in mid-epoch the length, too."""
+        return {
+            "source": type(self).__name__,
+            "batch_size": self.batch_size,
+            "length": self.length() if self.same_for_any_ranks else UNKNOWN_CARDINALITY,
+        }
+
+    def length(self) -> int:
+        """Return the amount of data of an epoch: of examples, batches or files; -2 if it is not known."""
+        return self.cardinality()
 
     def position(self) -> Any:
         """Return the position of the next epoch's first step, for `state`; after `load_state`, the loaded position.
@@ -243,6 +251,9 @@ class IndexReader(GlobalReader):
 
     def cardinality(self) -> int:
         return len(self._dataset)
+
+    def length(self) -> int:
+        return self._dataset.examples
 
     def template(self) -> Any:
         return batch_of_one(

@@ -459,6 +459,10 @@ class LoaderReader(ReplayedReader):
     def cardinality(self) -> int:
         return readers.length_of(self._user)
 
+    def length(self) -> int:
+        sampler = getattr(self._batch_sampler, "sampler", self._user.sampler)
+        return readers.length_of(sampler)
+
     def template(self) -> Any:
         if self._template is None and self._loader is not None:
             indices = cast("_PieceSampler", self._loader.batch_sampler).known_indices

@@ -219,7 +219,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "sync_batch_norm",
             "writes_by_hand",
         ),
-        ("modules",),
+        ("modules", "other_classes"),
         ("hooks",),
         (
             "compilation",
