@@ -39,6 +39,11 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_module(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
 def gradients_are_on() -> bool:
     """Whether autograd records operations on this thread; False if torch is not loaded."""
     torch = sys.modules.get("torch")

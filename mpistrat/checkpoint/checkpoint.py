@@ -203,12 +203,13 @@ class Checkpoint:
                 continue
             from mpistrat.pytorch.other_classes import fits
 
-            text = f"{name!r} was saved from the class {before}, and has the class {now} in this program"
+            text = f"{name!r} was saved from the class {before}, and has the class {now} now"
             if not fits(self.objects[name], before, state["common"][name]):
                 raise ValueError(
-                    f"{text}, which cannot go on from that state. Restore it as {before}, or leave it out"
+                    f"{text}, which cannot go on from that state. Make it {before} again, or leave it out of the "
+                    "Checkpoint"
                 )
-            yield f"{text}, which goes on from that state. If you do not want that, restore it as {before}"
+            yield f"{text}, which goes on from that state. If you do not want that, make it {before} again"
         left = saved - self.objects.keys() - _NOT_OF_PROGRAM
         has_input = any(isinstance(v, DistributedDataset) for v in self.objects.values())
         if left and (classes or has_input):

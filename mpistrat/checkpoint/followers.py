@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from mpistrat.arrays import is_module
 from mpistrat.checkpoint.checkpoint import RANDOM, Checkpoint
 from mpistrat.checkpoint.object_states import has_common_state
 from mpistrat.checkpoint.random_states import RandomStates
@@ -57,7 +58,7 @@ def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
             if isinstance(value, RandomStates):
                 _, worker = extended.input.pipelines
                 value.draw_anew(states[name], worker * extended.num_local_replicas)
-            elif _is_module(value):
+            elif is_module(value):
                 value.load_state_dict(states[name], strict=False)
             else:
                 value.load_state_dict(states[name])
@@ -79,7 +80,7 @@ def _beside_servers(value: Any, state: Any) -> Any:
     """Return an object's state without the entries that parameter servers keep; None if nothing is left."""
     if isinstance(value, Variable):
         return None
-    if _is_module(value):
+    if is_module(value):
         on_servers = dict(value.named_parameters(remove_duplicate=False))
         on_servers |= value.named_buffers(remove_duplicate=False)
         return {name: entry for name, entry in state.items() if name not in on_servers} or None
@@ -91,8 +92,3 @@ def _beside_servers(value: Any, state: Any) -> Any:
         if isinstance(value, Optimizer) and strategy_of(value) is not None:
             return {**state, "state": {}}
     return state
-
-
-def _is_module(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)

@@ -14,11 +14,8 @@ A schema is
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import operator
 import reprlib
-from collections.abc import Callable
 from typing import Any
 
 Schema = Any
@@ -35,65 +32,42 @@ def check(value: Any, schema: Schema, name: str) -> None:
         name: name of `value`, for the message.
     Raises: ValueError for the first part of `value` that does not fit, with the path to that part: "model.steps.0".
     """
-    _check_by_kind.dispatch(type(schema))(value, schema, name)
+    if callable(schema) and not isinstance(schema, type):
+        _call(schema, value, name)
+    elif not _fits(value, schema):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
+    elif isinstance(schema, list):
+        for i, element in enumerate(value):
+            check(element, schema[0], f"{name}.{i}")
+    elif isinstance(schema, dict):
+        for key, inner in schema.items():
+            _check_entries(value, key, inner, name)
 
 
-@functools.singledispatch
-def _check_by_kind(value: Any, schema: Schema, name: str) -> None:
-    """Check `value` by calling `schema`, a function. The checks for other kinds of schemas are registered below.
-
-    Raises: ValueError if the function raises any error.
-    """
+def _call(function: Schema, value: Any, name: str) -> None:
+    """Call `function` with `value`. Raises: ValueError if the function raises any error."""
     try:
-        schema(value)
+        function(value)
     except Exception as error:  # any error of the function
         raise ValueError(f"{name} is wrong: {error}") from None
 
 
-def _check_is(fits: Callable[[Any, Schema], bool], value: Any, schema: Schema, name: str) -> None:
-    if not fits(value, schema):
-        raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
-
-
-def _check_list(value: Any, schema: Schema, name: str) -> None:
-    _check_is(_is_like, value, schema, name)
-    for i, element in enumerate(value):
-        check(element, schema[0], f"{name}.{i}")
-
-
-def _check_dict(value: Any, schema: Schema, name: str) -> None:
-    _check_is(_is_like, value, schema, name)
-    for key, inner in schema.items():
-        _check_entries(value, key, inner, name)
-
-
-def _is_of_type(value: Any, schema: Schema) -> bool:
-    return type(value) is schema
-
-
-def _is_in_range(value: Any, schema: Schema) -> bool:
-    return type(value) is int and value in schema
-
-
-def _is_like(value: Any, schema: Schema) -> bool:
+def _fits(value: Any, schema: Schema) -> bool:
+    """Whether `value` fits a schema that is no function. Of a list or a dict only the kind is looked at."""
+    if isinstance(schema, tuple):
+        return any(_is_right(value, option) for option in schema)
+    if isinstance(schema, range):
+        return type(value) is int and value in schema
+    if isinstance(schema, type):
+        return type(value) is schema
     return isinstance(value, type(schema))
 
 
-def _is_one_of(value: Any, schema: Schema) -> bool:
-    for option in schema:
-        with contextlib.suppress(ValueError):
-            check(value, option, "")
-            return True
+def _is_right(value: Any, schema: Schema) -> bool:
+    with contextlib.suppress(ValueError):
+        check(value, schema, "")
+        return True
     return False
-
-
-# The checks by the type of the schema; any other schema is a function.
-_check_by_kind.register(type, functools.partial(_check_is, _is_of_type))
-_check_by_kind.register(range, functools.partial(_check_is, _is_in_range))
-_check_by_kind.register(type(None), functools.partial(_check_is, operator.is_))
-_check_by_kind.register(tuple, functools.partial(_check_is, _is_one_of))
-_check_by_kind.register(list, _check_list)
-_check_by_kind.register(dict, _check_dict)
 
 
 def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -> None:

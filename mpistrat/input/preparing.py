@@ -96,6 +96,5 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
 
 def _is_kept(value: Any) -> bool:
     """Whether `value` stays as it is: a torch module, or an object with `step` and `state_dict` like an optimizer."""
-    torch = sys.modules.get("torch")
-    is_module = torch is not None and isinstance(value, torch.nn.Module)
-    return is_module or (hasattr(value, "step") and hasattr(value, "state_dict"))
+    makes_steps = hasattr(value, "step") and hasattr(value, "state_dict")
+    return makes_steps or arrays.is_module(value)

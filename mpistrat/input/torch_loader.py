@@ -460,6 +460,8 @@ class LoaderReader(ReplayedReader):
         return readers.length_of(self._user)
 
     def length(self) -> int:
+        if any(hasattr(part, "set_epoch") for part in _parts_of(self._user)):
+            return readers.UNKNOWN_CARDINALITY  # each epoch may have a length of its own
         sampler = getattr(self._batch_sampler, "sampler", self._user.sampler)
         return readers.length_of(sampler)
 

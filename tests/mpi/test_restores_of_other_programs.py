@@ -74,7 +74,7 @@ def test_an_optimizer_of_another_class(directory, notices, after):
     manager = CheckpointManager(Checkpoint(**objects), directory)
     notices.clear()
     errors = errors_of_ranks(lambda: manager.restore(path))
-    words = f"'optimizer' was saved from the class Adam, and has the class {after} in this program"
+    words = f"'optimizer' was saved from the class Adam, and has the class {after} now"
     if after == "AdamW":
         assert errors == [("", "", "")] * SIZE
         (only,), *others = WORLD.allgather(list(notices))
