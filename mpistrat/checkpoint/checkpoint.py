@@ -166,9 +166,8 @@ class Checkpoint:
             rank = self.strategy.extended.communicator.rank
             of_rank = {**state_of_some_rank(ranks, rank), **local}
             objects = self._objects_of(common, of_rank)
-            notices = list(self._notices(state, {*common, *of_rank}))
-            if rank == 0:
-                for notice in notices:
+            for notice in self._notices(state, {*common, *of_rank}):
+                if rank == 0:
                     tell(notice)
             for name, value in objects.items():
                 if has_common_state(value):

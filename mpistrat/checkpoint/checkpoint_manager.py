@@ -275,16 +275,19 @@ class CheckpointManager:
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restore all objects from a checkpoint that any number of ranks has saved.
 
-        All ranks use rank 0's `path`. Saved states of other objects are left alone. After an error, some objects may
+        All ranks use rank 0's `path`. Saved states of other objects are left alone; a notice names them if the program
+        restores an optimizer, a scheduler, a gradient scaler or a distributed dataset. Another notice names both
+        classes if an optimizer or a scheduler goes on from the state of another class. After an error, some objects may
         have been restored. With parameter servers the chief, or worker 0, reads the checkpoint, and other workers wait
         for it.
 
         Called by: every rank.
         Raises: ValueError for a damaged checkpoint, with the name of the file.
             Before anything is restored: KeyError if the checkpoint has no state of an object; ValueError if an
-                optimizer has other parameters on another rank, or if a deterministic job has more or fewer replicas or
-                threads.
-            Later: ValueError on another number of ranks, for an input that each rank reads for itself (a dataset
+                optimizer has other parameters on another rank, if an optimizer or a scheduler cannot go on from the
+                state of another class, or if a deterministic job has more or fewer replicas or threads.
+            Later: ValueError for a dataset of another length in mid-epoch; ValueError on another number of ranks, for
+                an input that each rank reads for itself (a dataset
                 function, `local_batches=True`, or `AutoShardPolicy.OFF` on several ranks); ValueError on another number
                 of replicas, for an ON_READ variable with aggregation NONE; and the errors of the objects.
         """
