@@ -16,6 +16,8 @@ import array_api_compat as api
 import numpy as np
 
 _NUMBERS = (bool, int, float, complex)
+# Integers that are added up in int64. Other unsigned integers are often checksums, which wrap around rightly.
+_NARROW = frozenset(["int8", "int16", "int32", "uint8"])
 
 Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
 
@@ -183,6 +185,12 @@ def is_integer(array: Array) -> bool:
     return dtype_name(array).startswith(("int", "uint"))
 
 
+@functools.cache
+def is_narrow(dtype: Any) -> bool:
+    """Whether integers of `dtype` are added up in int64, because a small sum exceeds the range of `dtype`."""
+    return name_of_dtype(dtype) in _NARROW
+
+
 def is_bool(array: Array) -> bool:
     return dtype_name(array) == "bool"
 
@@ -339,13 +347,14 @@ def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def sum_over(array: Array, axes: tuple[int, ...]) -> Array:
-    """Return the sum of `array` over `axes`. It has the dtype of `array`, so that small integers may overflow.
+    """Return the sum of `array` over `axes`: int64 for narrow integers (see `is_narrow`), else in the array's dtype.
 
     Raises: TypeError if `array` has booleans.
     """
     if is_bool(array):
         raise TypeError(f"cannot sum booleans (shape {tuple(array.shape)}); cast to an integer")
-    return api.array_namespace(array).sum(array, axis=axes, dtype=array.dtype)
+    dtype = dtype_like("int64", array) if is_narrow(array.dtype) else array.dtype
+    return api.array_namespace(array).sum(array, axis=axes, dtype=dtype)
 
 
 def count_over(array: Array, axes: tuple[int, ...]) -> np.ndarray:

@@ -12,8 +12,10 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.reduce_op import ReduceOp
 
 
 def signature(array: Array) -> str:
@@ -55,11 +57,11 @@ def _by_owner(words: Iterable[str], owner: str = "replica") -> str:
 
 
 def sum_of(components: Sequence[Any]) -> Any:
-    """Return the sum of a value's components on this rank, without autograd.
+    """Return the sum of a value's components on this rank, without autograd; int64 for narrow integers.
 
     Args: components: arrays, numbers, variables, or IndexedSlices. They keep their values.
 
-    Returns: a single component itself (as an array), not a copy.
+    Returns: a single component itself (as an array), and not a copy, unless its integers are narrow.
 
     Raises: InvalidArgumentError if dtypes or shapes differ, for booleans, or if only some are IndexedSlices.
     """
@@ -67,12 +69,71 @@ def sum_of(components: Sequence[Any]) -> Any:
         value = operand(components[0])
         if not isinstance(value, IndexedSlices) and not is_summable(value.dtype):
             check_summable([value])
-        return value
+        return widened(value)
     values = operands(components)
     if are_slices(values):
         return add_slices(values)
     check_summable(values)
-    return add_n(values)
+    return add_n([widened(value) for value in values])
+
+
+def _dtype_of(value: Any) -> Any:
+    return getattr(value, "dtype", None)
+
+
+def widened(value: Any) -> Any:
+    """Return an array of narrow integers (`arrays.is_narrow`) as int64, and any other value itself."""
+    return arrays.cast(value, "int64") if arrays.is_narrow(_dtype_of(value)) else value
+
+
+def narrow_dtypes(values: Sequence[Sequence[Any]]) -> str:
+    """Return the narrow dtypes among `values`, for a label on which ranks agree: "int8 uint8 "; "" for none.
+
+    Args: values: for each value, its components.
+    """
+    dtypes = [_dtype_of(components[0]) for components in values]
+    return "".join([f"{arrays.name_of_dtype(d)} " for d in dtypes if arrays.is_narrow(d)])
+
+
+def narrowed(
+    communicator: Communicator, totals: Sequence[Any], values: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """Return sums and means of `widened` values in the dtypes of results. Called by: every rank of `communicator`.
+
+    Args:
+        totals: for each value, its sum over all ranks, or its mean as float64.
+        values: for each value, its components before they were widened.
+
+    Returns: sums in the dtypes of the components; means of integers of 8 and 16 bits as float32; other totals as
+        they are.
+
+    Raises: InvalidArgumentError, on all ranks, if a sum does not fit. On XLA devices it wraps around instead, because
+        reading it would wait for its computation.
+    """
+    with communicator.raising_together():
+        pairs = zip(totals, values, strict=True)
+        return [_narrowed(total, _dtype_of(components[0])) for total, components in pairs]
+
+
+def _narrowed(total: Any, dtype: Any) -> Any:
+    if not arrays.is_narrow(dtype):
+        return total
+    if arrays.is_floating(total):
+        return arrays.cast(total, "float32") if dtype.itemsize <= 2 else total
+    result = arrays.cast(total, dtype)
+    if not arrays.is_on_xla(total) and (result != total).any():
+        raise InvalidArgumentError(
+            f"a sum of {arrays.name_of_dtype(dtype)} values does not fit its dtype: it has a number of magnitude "
+            f"{int(abs(total).max())}, on all ranks. Convert the values to int64 before the call, or ask for the mean"
+        )
+    return result
+
+
+def of_one_replica(op: ReduceOp, value: Any) -> Any:
+    """Return the reduction of `value` over one replica: a mean of integers is a float, any other value is itself."""
+    if op is ReduceOp.MEAN and arrays.name_of_dtype(_dtype_of(value)).startswith(("int", "uint")):
+        return divide(arrays.detach_read(value), 1)
+    return value
 
 
 def operands(components: Sequence[Any]) -> list[Any]:

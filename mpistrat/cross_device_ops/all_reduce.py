@@ -172,8 +172,12 @@ class MpiAllReduce(CrossDeviceOps):
         results, kinds = _plain(values) if options is None else ([], None)
         packs = self._packs.get((reduce_op, label, kinds))
         communicator = self.communicator
+        narrow = ""
         if packs is None:
-            communicator, results, packs = self._prepare(reduce_op, values, options, label, kinds)
+            narrow = accumulation.narrow_dtypes(values)
+            communicator, results, packs = self._prepare(
+                reduce_op, values, options, narrow + label, None if narrow else kinds
+            )
         elif self._implementation is not CommunicationImplementation.AUTO:
             communicator = communicator.by(self._implementation)
         for pack in packs:
@@ -181,9 +185,9 @@ class MpiAllReduce(CrossDeviceOps):
             reduce_pack = self._reduce_joined if pack.joined else self._reduce_alone
             for i, piece in zip(pack.indices, reduce_pack(communicator, pack, like), strict=True):
                 results[i] = piece
-        if reduce_op is ReduceOp.SUM and kinds is not None:
-            return results
-        return self._finished(reduce_op, results, values)
+        if reduce_op is not ReduceOp.SUM or kinds is None:
+            results = self._finished(reduce_op, results, values)
+        return accumulation.narrowed(communicator, results, values) if narrow else results
 
     def _finished(
         self, reduce_op: ReduceOp, totals: list[Any], values: Sequence[Sequence[Any]]

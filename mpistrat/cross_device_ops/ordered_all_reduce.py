@@ -57,23 +57,24 @@ class OrderedAllReduce(MpiAllReduce):
                         f"rank {rank}: expected a value with {expected} components, one per replica, got "
                         f"{len(components)}"
                     )
-        name = name_of(reduce_op, label)
         if reduce_op is ReduceOp.PRODUCT:
+            name = name_of(reduce_op, label)
             totals = [self._product(components, merged, name) for components in values]
-        elif reduce_op.adds_up:
-            totals = self._sums(values, merged, options, name)
-        else:  # no order changes maxima and minima
-            return super().all_reduce(reduce_op, values, options, label)
-        return self._finished(reduce_op, totals, values)
+            return self._finished(reduce_op, totals, values)
+        if reduce_op.adds_up:
+            return self._sums(reduce_op, values, merged, options, label)
+        # No order changes maxima and minima.
+        return super().all_reduce(reduce_op, values, options, label)
 
     def _sums(
         self,
+        reduce_op: ReduceOp,
         values: Sequence[Sequence[Any]],
         merged: CommunicationOptions,
         options: CommunicationOptions | None,
-        name: str,
+        label: str,
     ) -> list[Any]:
-        """Return the sum of each of `values` over all replicas. Collective.
+        """Return the sum or mean of each of `values` over all replicas. Collective.
 
         Floating-point and complex values are added up in the order of the reduction tree, other values in any order.
 
@@ -81,19 +82,20 @@ class OrderedAllReduce(MpiAllReduce):
             values: for each value, its components on this rank.
             merged: the default options, overridden by `options`; only `bytes_per_pack` counts here.
             options: the options of this call; None: the defaults.
-            name: the beginning of the packs' labels.
+            label: words for the values, as in `all_reduce`.
         """
         with self.communicator.raising_together():
             operands = [accumulation.operands(components) for components in values]
             firsts = [_first_of_rounded(components) for components in operands]
         exact = [i for i, first in enumerate(firsts) if first is None]
-        sums = super().all_reduce(ReduceOp.SUM, [operands[i] for i in exact], options, name)
+        sums = super().all_reduce(reduce_op, [values[i] for i in exact], options, label)
         totals = dict(zip(exact, sums, strict=True))
         for group in packing.groups(firsts, merged.bytes_per_pack):
             like = [firsts[i] for i in group]
             of_replicas = list(zip(*[operands[i] for i in group], strict=True))
-            reduction = reducing(label=packing.name_of(name, like))
+            reduction = reducing(label=packing.name_of(name_of(reduce_op, label), like))
             sums = self._sum(self._packer, NO_MEMORY, like, of_replicas, reduction, packing.unpack)
+            sums = self._finished(reduce_op, sums, [values[i] for i in group])
             totals.update(zip(group, sums, strict=True))
         return [totals[i] for i in range(len(values))]
 

@@ -137,7 +137,8 @@ class CrossReplicaOps:
         if axis is not None:
             return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
         if self.num_replicas == 1:
-            return [arrays.detach_read(first_component(leaf)) for leaf in flat]
+            alone = [accumulation.of_one_replica(op, first_component(leaf)) for leaf in flat]
+            return [arrays.detach_read(leaf) for leaf in alone]
         results: dict[int, Any] = {}
         components: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
@@ -161,19 +162,21 @@ class CrossReplicaOps:
         A mean is the sum over all replicas, divided by the number of elements on all replicas.
         """
         with self.communicator.raising_together():
+            values = [self.components(leaf) for leaf in flat]
             if op.adds_up:
-                both = [_sums_and_counts(self.components(leaf), axis) for leaf in flat]
+                both = [_sums_and_counts(components, axis) for components in values]
                 parts = [sums for sums, _ in both]
             else:
-                parts = [
-                    [extrema.over_axes(op, c, axis) for c in self.components(leaf)] for leaf in flat
-                ]
+                parts = [[extrema.over_axes(op, c, axis) for c in row] for row in values]
+        label = accumulation.narrow_dtypes(values) + label
         if op is not ReduceOp.MEAN:
-            return self.over_ranks.all_reduce(op, parts, label=label)
-        parts += [counts for _, counts in both]
-        reduced = self.over_ranks.all_reduce(ReduceOp.SUM, parts, label=f"mean {label}")
-        totals, elements = reduced[: len(flat)], reduced[len(flat) :]
-        return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
+            totals = self.over_ranks.all_reduce(op, parts, label=label)
+        else:
+            parts += [counts for _, counts in both]
+            reduced = self.over_ranks.all_reduce(ReduceOp.SUM, parts, label=f"mean {label}")
+            pairs = zip(reduced[: len(flat)], reduced[len(flat) :], strict=True)
+            totals = [arrays.true_divide(total, int(elements)) for total, elements in pairs]
+        return accumulation.narrowed(self.communicator, totals, values)
 
     def _components_of_rank(self, value: Any) -> tuple[Any, ...]:
         """Return the value's components on this rank, as `components` does, but a plain value only once."""
@@ -189,7 +192,7 @@ class CrossReplicaOps:
         self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
     ) -> Any:
         if self.num_replicas == 1:
-            return first_component(value)
+            return accumulation.of_one_replica(op, first_component(value))
         with self.communicator.raising_together():
             check_destinations(destinations)
             if self._is_equal_everywhere(value):
@@ -215,7 +218,8 @@ class CrossReplicaOps:
         """
         if self.num_replicas == 1:
             return [self.reduce_to(op, value, where, options) for value, where in pairs]
-        if self.custom is not None and op.adds_up:
+        narrow = accumulation.narrow_dtypes([[first_component(value)] for value, _ in pairs])
+        if self.custom is not None and op.adds_up and not narrow:
             return self._batch_reduce_by(self.custom, op, pairs, options)
 
         def over_ranks(reducer: MpiAllReduce, chosen: list[int]) -> list[Any]:

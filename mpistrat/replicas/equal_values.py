@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpistrat import arrays
+from mpistrat.cross_device_ops.accumulation import of_one_replica
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, Mirrored
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
@@ -34,7 +35,7 @@ def reduce_equal(op: ReduceOp, value: Any) -> Any:
         ValueError: SUM of a plain value that is not all 0, or PRODUCT of one that is not all 1.
     """
     if op not in _NEUTRAL:
-        return value
+        return of_one_replica(op, value)
     if isinstance(value, DistributedValues):
         raise AssertionError(
             f"{op.name} of a mirrored value would count it once per replica; got {value!r:.80}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpistrat.context import AnyStrategy, entered, per_thread
+from mpistrat.cross_device_ops import accumulation
 from mpistrat.machine.devices import current
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
@@ -125,7 +126,7 @@ class Replicas:
     ) -> list[Any]:
         """Return the reduced leaves of a structure that `label` describes: see `ReplicaContext.all_reduce`."""
         if self._is_alone:
-            return list(leaves)
+            return [accumulation.of_one_replica(op, leaf) for leaf in leaves]
         ops = self.ops
         if self.count == 1 and ops.custom is None:
             return ops.over_ranks.all_reduce(op, list(zip(leaves)), options, label)
