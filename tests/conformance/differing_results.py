@@ -56,11 +56,6 @@ def text_names_this_package(case: Case) -> Any:
     return {"py": text.replace("tf.distribute.", "mpistrat.", 1)}
 
 
-def also_reduces_int32(case: Case) -> Any:
-    """A user's CrossDeviceOps is called for int32 as for every dtype."""
-    return {**case["expect"], "calls": ["batch_reduce:1"]}
-
-
 def batch_of_all_replicas(case: Case) -> Any:
     """Each value's sum or mean over all replicas, on every replica."""
     totals = [_reduced(case, values) for values in case["inputs"]["values"]]
