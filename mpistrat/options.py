@@ -243,7 +243,8 @@ class InputOptions:
         experimental_per_replica_buffer_size: number of batches for each replica that are read before the program asks
             for them, because they are copied to a GPU, or because a thread reads files or single examples. Such a
             thread reads at least 4 batches ahead, and 5 more from a rank's own files. A dataset of batches in pinned
-            memory must not reuse that memory while these batches are in use.
+            memory must not reuse that memory while these batches are in use. A `DataLoader`'s sampler that is not
+            torch's own is asked for so many batches at once.
         experimental_auto_shard_policy: an `AutoShardPolicy` or its name in any case. (tf.data has it in the dataset's
             own options.)
     Raises: ValueError for an unknown policy, or a buffer size below 1; TypeError for another mode.

@@ -353,7 +353,7 @@ class DistributedIterator(Iterator[Any]):
                 dataset._end_step()
                 extended.modules.before_run()
             if shared.steps_ahead < 0:
-                shared.steps_ahead = _agreed_depth(self._copies, extended, dataset._options)
+                shared.steps_ahead = _agreed_depth(self._copies, dataset)
             self._read_ahead(shared.steps_ahead)
             if not self._ahead:
                 self._end(in_block)
@@ -509,15 +509,18 @@ class DistributedIterator(Iterator[Any]):
         self._dataset._has_begun(self)
 
 
-def _agreed_depth(copies: DeviceCopies, extended: StrategyExtended, options: InputOptions) -> int:
+def _agreed_depth(copies: DeviceCopies, dataset: DistributedDataset) -> int:
     """Return the number of steps that all ranks read ahead: 0 if no rank copies batches to a device.
 
     The ranks need the same depth, because reading has collectives. Called by: every rank.
     """
-    needed = extended.communicator.all_gather_object(
+    needed = dataset._extended.communicator.all_gather_object(
         copies.needed, label="devices of the distributed dataset: every rank must call next()"
     )
-    return options.experimental_per_replica_buffer_size if True in needed else 0
+    if True not in needed:
+        return 0
+    ahead = dataset._options.experimental_per_replica_buffer_size
+    return ahead - 1 if dataset._reader.asks_late else ahead
 
 
 def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any:

@@ -41,7 +41,8 @@ def distribute(
     if isinstance(dataset, (BatchedDataset, FileDataset)) and policy is not AutoShardPolicy.OFF:
         # If files or orders differed between ranks, the ranks would read some examples twice and others never.
         extended.communicator.barrier(label=f"distributed {dataset.summary()}")
-    reader = _reader_of(dataset, share, policy, extended.communicator)
+    ahead = options.experimental_per_replica_buffer_size
+    reader = _reader_of(dataset, share, policy, extended.communicator, ahead)
     return DistributedDataset(reader, extended, options, dataset, extended.input.partial_steps)
 
 
@@ -80,7 +81,7 @@ def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDat
 
 
 def _reader_of(
-    dataset: Any, share: Share, policy: AutoShardPolicy, communicator: Communicator
+    dataset: Any, share: Share, policy: AutoShardPolicy, communicator: Communicator, ahead: int
 ) -> Reader:
     if isinstance(dataset, BatchedDataset):
         return IndexReader(dataset, share, policy)
@@ -90,7 +91,7 @@ def _reader_of(
         from mpistrat.input import torch_loader
 
         if torch_loader.is_map_style(dataset):
-            return torch_loader.LoaderReader(dataset, share, policy, communicator)
+            return torch_loader.LoaderReader(dataset, share, policy, communicator, ahead)
     if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
         warn_on_first_rank(
             communicator.rank,

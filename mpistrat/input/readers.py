@@ -66,12 +66,15 @@ class Reader(abc.ABC):
         batch_size: examples in a global batch (for a `FunctionReader`, in a replica's batch); None if unknown.
         drop_last: whether every batch is full.
         reads_ahead: whether another thread reads the steps before the program asks for them.
+        asks_late: whether a step may depend on the program's work in the steps before it, because the program's own
+            sampler chooses its examples. So a step is not read early, unless the options say so.
         dropped: the program's `collate_fn`, wrapped to count the examples that are None; None if no example is counted,
             then on all ranks.
         compares_ends: whether all ranks read the same data, and, at its end, compare their numbers of steps.
     """
 
     reads_ahead = False
+    asks_late = False
     dropped: DroppedExamples | None = None
     compares_ends = False
     ends_together = True

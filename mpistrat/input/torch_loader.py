@@ -37,8 +37,8 @@ from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 from mpistrat.torch_distributed.next_group import has_default_group
 
-# Index lists in the first and the longest message. Messages are few and long, because all ranks wait at each of them.
-# Rank 0's sampler runs ahead of the loading by one message.
+# Index lists of torch's samplers in the first and the longest message. Messages are few and long, because all ranks
+# wait at each of them. Rank 0's sampler runs ahead of the loading by one message.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
 _OF_ALL_EXAMPLES = data.default_collate, data.default_convert, collate
 _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
@@ -81,6 +81,10 @@ def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
     """Whether the loader's class overrides DataLoader's iteration."""
     kind, base = type(loader), data.DataLoader
     return kind.__iter__ is not base.__iter__ or kind._get_iterator is not base._get_iterator
+
+
+def _is_of_torch(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith("torch.utils.data.")
 
 
 class _WholePipe(data.IterableDataset[Any]):
@@ -325,6 +329,8 @@ class LoaderReader(ReplayedReader):
 
     In each epoch rank 0 broadcasts the order of the examples, so every rank must read. Under AutoShardPolicy.OFF each
     rank has its own order, and nothing is sent.
+
+    Args: ahead: for samplers that are not torch's own, the number of batches in a message of rank 0.
     """
 
     _random: RandomState
@@ -335,10 +341,13 @@ class LoaderReader(ReplayedReader):
         share: Share,
         policy: AutoShardPolicy,
         communicator: Communicator,
+        ahead: int = 1,
     ) -> None:
         super().__init__(share, policy)
         self._user = loader
         self._communicator = communicator
+        self.asks_late = not all(map(_is_of_torch, samplers_of(loader)))
+        self._ahead = ahead
         self._loader: data.DataLoader[Any] | None = None
         self._fetch = functools.partial(fetch, loader.dataset)
         self._collate = loader.collate_fn
@@ -420,7 +429,8 @@ class LoaderReader(ReplayedReader):
     def _blocks_of_first_rank(self, sampler: _PieceSampler) -> Iterator[list[list[Any]]]:
         """Yield the blocks of index lists that rank 0 reads from its sampler and broadcasts. Called by: every rank.
 
-        The first block has 256 batches, and later blocks up to 4096. A shorter block is the last.
+        With samplers of torch, the first block has 256 batches, and later blocks up to 4096. Any other sampler is read
+        by blocks of `ahead` batches, because the program may change it between two steps. A shorter block is the last.
         """
         communicator = self._communicator
         batches = iter(self._batch_sampler)
@@ -429,7 +439,7 @@ class LoaderReader(ReplayedReader):
                 # The sampler draws its seed here, so that this rank's generator stays in step with rank 0's.
                 next(batches, None)
             batches = iter(())  # rank 0's indices are used
-        length = _BATCHES_OF_FIRST_MESSAGE
+        length = self._ahead if self.asks_late else _BATCHES_OF_FIRST_MESSAGE
         while True:
             block: list[list[int]] = []
             with communicator.raising_together():
@@ -439,7 +449,8 @@ class LoaderReader(ReplayedReader):
             yield block
             if len(block) < length:
                 return
-            length = min(2 * length, _BATCHES_OF_LONGEST)
+            if not self.asks_late:
+                length = min(2 * length, _BATCHES_OF_LONGEST)
 
     def _agree(self) -> None:
         """Compare the ranks' lengths of the dataset, before each epoch. Called by: every rank.
