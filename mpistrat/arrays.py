@@ -102,13 +102,26 @@ def is_number(value: object) -> bool:
     return isinstance(value, _NUMBERS) and not isinstance(value, np.generic)
 
 
+def unmasked(value: Any) -> Any:
+    """Return `value` itself. Raises: TypeError for a masked array of NumPy: a copy elsewhere would lose the mask."""
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise TypeError(
+            f"got a masked array, {described(value)} with {masked.count_masked(value)} masked, and its mask would be "
+            "lost: expected an array without a mask. Pass array.filled(number), or the data and the mask as two arrays"
+        )
+    return value
+
+
 def as_array(value: Any) -> Array:
     """Return `value` itself if it is an array; else a NumPy array of the number, or of the list or tuple of numbers.
 
-    Python floats become float64, see `as_operand`.   Raises: TypeError if `value` is neither an array nor numbers.
+    Python floats become float64, see `as_operand`.
+
+    Raises: TypeError if `value` is a masked array, or neither an array nor numbers.
     """
     if is_array(value):
-        return value
+        return unmasked(value)
     if is_number(value) or isinstance(value, (list, tuple)):
         array = np.asarray(value)
         if array.dtype.kind in "biufc":
@@ -242,7 +255,7 @@ def as_tensor(value: Any) -> Any:
     """
     import torch
 
-    return torch.as_tensor(value, device=getattr(value, "device", "cpu"))
+    return torch.as_tensor(unmasked(value), device=getattr(value, "device", "cpu"))
 
 
 def cast_like(array: Array, like: Array) -> Array:
@@ -419,7 +432,7 @@ def to_host(array: Array) -> Array:
         if kind is not None:
             return kind.fetch([array.detach()])[0]
         return array.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    return array.get() if is_cupy(array) else np.asarray(array, order="C")
+    return array.get() if is_cupy(array) else np.asarray(unmasked(array), order="C")
 
 
 def to_numpy(array: Array) -> np.ndarray:

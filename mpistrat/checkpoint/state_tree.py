@@ -99,7 +99,7 @@ class Encoder:
             kind, value = "array", arrays.to_numpy(value)
         elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "OV":
             kind = "array" if isinstance(value, np.ndarray) else "scalar"
-            value = np.asarray(value)
+            value = np.asarray(arrays.unmasked(value))
         else:
             raise TypeError(
                 f"{'.'.join(path) or 'the state'} is a {kind}, which a checkpoint cannot keep: its state_dict() must "

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_torch, numpy_knows
+from mpistrat.arrays import Array, is_torch, numpy_knows, unmasked
 
 
 def view_of(buffer: Array) -> np.ndarray:
     """Return a NumPy array in `buffer`'s own memory; if NumPy lacks the dtype, as integers of the same size."""
     if isinstance(buffer.dtype, np.dtype):
-        return buffer
+        return unmasked(buffer)
     tensor = buffer.detach() if buffer.requires_grad else buffer
     integer = _integer_of_size(tensor.dtype)
     return (tensor if integer is None else tensor.view(integer)).numpy()

@@ -73,7 +73,7 @@ def _stack(column: tuple[Any, ...]) -> Any:
         import torch
 
         return torch.stack(column)
-    values = [np.asarray(value) for value in column]
+    values = [np.asarray(arrays.unmasked(value)) for value in column]
     shapes = {value.shape for value in values}
     if len(shapes) > 1:
         raise ValueError(

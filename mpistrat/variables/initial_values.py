@@ -27,8 +27,7 @@ def initial_array(
         return called_for_part(initial_value, dtype, shape)
     value = initial_value() if callable(initial_value) else initial_value
     read = arrays.detach_read(value)
-    if not arrays.is_array(read):
-        read = arrays.as_operand(read) if dtype is None else arrays.as_array(read)
+    read = arrays.as_operand(read) if dtype is None else arrays.as_array(read)
     # Other ranks would get the pointers of an array of objects as numbers.
     if getattr(read.dtype, "hasobject", False):
         raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
