@@ -201,6 +201,22 @@ class GivenSteps:
         self._tell_of_other_sizes(current)
         return None if last is None else last.training
 
+    def check_sizes(self) -> None:
+        """Check that a loss of unknown size can come from the last step alone.
+
+        Called by: `compute_average_loss` without `global_batch_size`, for a loss with gradients.
+        Raises: ValueError, on all ranks, if several iterators gave steps since the last backward, with different
+            numbers of examples, not all of them divisible by the number of replicas.
+        """
+        steps = [iteration.training for iteration in self.iterations if iteration.since]
+        sizes = {int(examples[-1]) for examples in steps if examples is not None}
+        if len(sizes) > 1 and self._is_uneven(sizes):
+            raise ValueError(
+                f"compute_average_loss without global_batch_size: loaders gave steps of {sorted(sizes)} examples, not "
+                f"all of which divide by {self._num_replicas} replicas, and the loss may come from any of them. Pass "
+                "global_batch_size=…, on all ranks"
+            )
+
     def _is_uneven(self, sizes: set[int]) -> bool:
         """Whether a step of one of these sizes has parts of different sizes."""
         return any(size % self._num_replicas for size in sizes)

@@ -35,8 +35,9 @@ def compute_average_loss(
     Returns:
         a scalar.
     Raises:
-        ValueError: `per_example_loss` is a scalar, shapes do not fit, `global_batch_size` is not positive, or it is
-            None while the loss is empty and the step is not known.
+        ValueError: `per_example_loss` is a scalar, shapes do not fit, or `global_batch_size` is not positive. Also if
+            it is None, and the loss is empty while the step is not known, or two loaders gave steps of different sizes
+            for this loss, not all of them divisible by the number of replicas.
         TypeError: `global_batch_size` is not an integer.
         RuntimeError: in the cross-replica context, such as a `scope()` outside `run`.
 
@@ -80,7 +81,8 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
     """Return the number of examples of all replicas for a loss without `global_batch_size`.
 
     Returns: an int; while torch.compile compiles for all sizes, a tensor without dimensions.
-    Raises: ValueError if the loss is empty, and the step's number of examples is not known.
+    Raises: ValueError if the loss is empty, and the step's number of examples is not known; or if several steps may be
+        meant.
     """
     num_examples = loss.shape[0]
     steps = get_strategy().extended.given_steps
@@ -94,6 +96,8 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
                 known = torch.as_tensor(examples, device="cpu")
                 is_part = (known[:-1] == num_examples).any()
                 return torch.where(is_part, known[-1], num_examples * replicas)
+        if has_gradients:
+            steps.check_sizes()
         if num_examples in examples[:-1]:
             return int(examples[-1])
     if num_examples == 0:
