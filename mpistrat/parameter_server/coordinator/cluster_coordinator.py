@@ -20,26 +20,6 @@ if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
 
-class UnbuiltDataset(Iterable[Any]):
-    """The result of a ParameterServerStrategy's `experimental_distribute_dataset`, for `create_per_worker_dataset`.
-
-    Iterating over it raises ValueError.
-
-    Args: source: a dataset, or a function that returns a dataset on a worker.
-    """
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def __iter__(self) -> NoReturn:
-        raise ValueError(
-            "the workers have the datasets of a ParameterServerStrategy: pass this to "
-            "ClusterCoordinator.create_per_worker_dataset"
-        )
-
-    cardinality = element_spec = property(__iter__)
-
-
 class ClusterCoordinator:
     """Schedules functions on the workers, while the chief continues. A worker that is free executes the next function.
 
@@ -175,12 +155,15 @@ class ClusterCoordinator:
         now, so that errors appear here.
 
         Args:
-            dataset_fn: a function that returns a dataset, or a dataset that can be pickled: a DataLoader, any iterable,
-                or the result of `experimental_distribute_dataset`.
+            dataset_fn: a function that returns a dataset, or a dataset that can be pickled. A dataset is a DataLoader,
+                any iterable, or the result of the strategy's `experimental_distribute_dataset` or
+                `distribute_datasets_from_function`.
         Raises: ValueError for another argument, or if the function makes variables; the function's error; TypeError if
             the argument cannot be pickled.
         """
-        source = dataset_fn.source if isinstance(dataset_fn, UnbuiltDataset) else dataset_fn
+        source = (
+            dataset_fn.source if isinstance(dataset_fn, per_worker.UnbuiltDataset) else dataset_fn
+        )
         if not callable(source) and not isinstance(source, Iterable):
             raise ValueError(
                 f"create_per_worker_dataset takes a dataset function or a dataset, got {source!r:.60}"

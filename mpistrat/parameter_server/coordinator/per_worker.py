@@ -243,15 +243,39 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
     get_next = get_next_as_optional = __next__
 
 
+class UnbuiltDataset(Iterable[Any]):
+    """The result of a ParameterServerStrategy's `experimental_distribute_dataset`, for `create_per_worker_dataset`.
+
+    Iterating over it raises ValueError.
+
+    Args: source: a dataset, or a function that returns a dataset on a worker.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> NoReturn:
+        raise ValueError(
+            "the workers have the datasets of a ParameterServerStrategy: pass this to "
+            "ClusterCoordinator.create_per_worker_dataset"
+        )
+
+    cardinality = element_spec = property(__iter__)
+
+
 class DatasetOfWorker:
     """The dataset of one worker.
 
-    Args: source: a dataset, or a function that returns one.
+    Args: source: a dataset, or a function that returns one. The function may call the strategy's
+        `distribute_datasets_from_function` or `experimental_distribute_dataset`.
     Raises: ValueError if the function returns an object that is not iterable.
     """
 
     def __init__(self, source: Any) -> None:
         dataset = source if isinstance(source, Iterable) else source()
+        if isinstance(dataset, UnbuiltDataset):
+            inner = dataset.source
+            dataset = inner if isinstance(inner, Iterable) else inner()
         if not isinstance(dataset, Iterable):
             raise ValueError(
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"

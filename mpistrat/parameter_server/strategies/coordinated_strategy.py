@@ -20,8 +20,8 @@ from mpistrat.parameter_server.client.variables_on_servers import (
     parts_of,
     variable_of,
 )
-from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
 from mpistrat.parameter_server.coordinator.dispatcher import Cluster
+from mpistrat.parameter_server.coordinator.per_worker import UnbuiltDataset
 from mpistrat.parameter_server.coordinator.pickling import References
 from mpistrat.parameter_server.coordinator.worker import Worker, seed_for_worker
 from mpistrat.parameter_server.job import joining

@@ -12,7 +12,7 @@ import pytest
 from mpistrat.coordinator import PerWorkerValues, experimental_get_current_worker_index
 from mpistrat.errors import ClosureInputError, OutOfRangeError, UnavailableError
 from mpistrat.input import ArraySpec
-from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
+from mpistrat.parameter_server.coordinator.per_worker import UnbuiltDataset
 from support.parameter_servers.coordinated_threads import Threads, eventually
 
 Start = Callable[..., Threads]
