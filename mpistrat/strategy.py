@@ -495,11 +495,11 @@ class Strategy(RankMethods):
 
         Context: replica; with one replica per rank also cross-replica and top level.
         Args:
-            values: a nest of torch, NumPy or CuPy arrays that have a dimension `dim`.
+            values: a nest of torch, NumPy or CuPy arrays that have a dimension `dim`, of one size.
             dim: the dimension that is split.
         Returns: a nest like `values`; its arrays are views of the arrays in `values`.
         Raises:
-            ValueError: the nest has another leaf, or an array without `dim`.
+            ValueError: the nest has another leaf, an array without `dim`, or arrays of several sizes there.
             RuntimeError: the rank has several replicas, and the call is in none of them.
 
         Example:

@@ -20,13 +20,19 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     or empty.
 
     Called by: `Strategy.shard`. Sends nothing.
-    Raises: ValueError if a leaf is no array with a dimension `dim`. RuntimeError if the rank has several replicas, and
-        the call is not for one of them.
+    Raises: ValueError if a leaf is no array with a dimension `dim`, or if sizes along `dim` differ. RuntimeError if the
+        rank has several replicas, and the call is not for one of them.
     """
     extended = strategy.extended
     share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
+    sizes = [leaf.shape[dim] for leaf in nest.flatten(values)]
+    if any(size != sizes[0] for size in sizes):
+        raise ValueError(
+            f"shard divides dimension {dim} of its arrays, which must have the same size there; got {sizes}. Leave out "
+            "arrays that each replica needs whole, like weights of classes. Call shard once for each other size"
+        )
     extended.given_steps.distributed = True
     torch: Any = sys.modules.get("torch")
     is_compiling = torch is not None and torch.compiler.is_compiling()

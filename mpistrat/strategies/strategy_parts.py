@@ -119,7 +119,7 @@ def central_storage(
     """
     ops = CrossReplicaOps(group, options=asked.options)
     variables = CopyPerNode(strategy, ops, parameter_device, group.worker_devices)
-    plan = input_plan(group, False, partial_steps=False, per_replica=True)
+    plan = input_plan(group, False, per_replica=True)
     replicas = Replicas(strategy, group, ops, parameter_device=parameter_device)
     parts = _parts(replicas, variables, plan, asked)
     return ReplicatedExtended(strategy, parts._replace(between_graph=True))
@@ -131,7 +131,7 @@ def one_replica(strategy: Any, device: str) -> Parts:
     Called by: `OneDeviceStrategy` and the default strategy. Sends nothing.
     """
     group = ReplicaGroup(LocalCommunicator(), (device,), (1,))
-    plan = input_plan(group, False, partial_steps=False)
+    plan = input_plan(group, False)
     replicas = Replicas(strategy, group, CrossReplicaOps(group))
     parts = _parts(replicas, PlainVariables(strategy, device), plan)
     return parts._replace(wraps_values=False)
@@ -153,7 +153,6 @@ def input_plan(
     group: ReplicaGroup,
     ranks_are_workers: bool,
     *,
-    partial_steps: bool = True,
     per_replica: bool = False,
 ) -> InputPlan:
     """Return the plan by which this rank reads its input.
@@ -161,8 +160,6 @@ def input_plan(
     Args:
         ranks_are_workers: whether each rank is a worker, a reader of input for its own replicas. If False, all ranks
             together are one worker.
-        partial_steps: whether an epoch goes on as long as any replica has data; replicas without data get batches of no
-            examples.
         per_replica: whether a dataset function may be called once for each replica.
     """
     ranks, rank = group.communicator.size, group.communicator.rank
@@ -171,7 +168,7 @@ def input_plan(
         share = Share(ranks, rank, total, range(k), first if group.deterministic else None)
     else:
         share = Share(1, 0, total, range(first, first + k))
-    return InputPlan(share, (ranks, rank), group.worker_devices, partial_steps, per_replica)
+    return InputPlan(share, (ranks, rank), group.worker_devices, per_replica=per_replica)
 
 
 def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> TorchModules:
