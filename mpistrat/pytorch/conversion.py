@@ -1,8 +1,8 @@
-"""`convert_sync_batchnorm`: batch norm over all replicas."""
+"""Functions for torch modules of a program: batch norm over all replicas, and buffers that forwards write."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -28,3 +28,39 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     from mpistrat.pytorch import sync_batch_norm
 
     return sync_batch_norm.convert_sync_batchnorm(module)
+
+
+def reduce_buffers(
+    module: torch.nn.Module,
+    **rules: Literal["min", "max", "sum", "mean", "first", "local"],
+) -> None:
+    """Say how the replicas' copies of a buffer become one, if forwards write the buffer.
+
+    `backward()`, the end of a loader, and `state_dict()` outside `run` and `replica()` make one value of the copies. A
+    buffer that no forward has written is left alone.
+
+    - "min", "max": the least or greatest value, element by element. Each costs a message for each dtype.
+    - "sum": the value before, and all that the replicas have added to it. If the program itself sets the buffer between
+      two steps, as it sets a counter back to 0, the sum goes on from that value.
+    - "mean": the mean; for floats and complex numbers.
+    - "first": the first replica's value.
+    - "local": each replica keeps its own. A checkpoint holds the first rank's, and gives it to all.
+
+    Without a rule floats get the mean, and other buffers the first replica's value. Buffers of batch norm and of
+    torch.ao's observers have a rule.
+    Called by: every rank, with the same arguments, before or after the strategy mirrors the module.   Context: any.
+    Args:
+        module: the module, or a module that contains it.
+        rules: the rule, by the name of the buffer in its module. All submodules with such a buffer get the rule.
+    Raises:
+        ValueError: a rule is unknown, no module has such a buffer, or the rule does not fit its dtype.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model.register_buffer("greatest", torch.tensor(0.0))
+        >>> model.register_buffer("seen", torch.tensor(0))
+        >>> ms.reduce_buffers(model, greatest="max", seen="sum")
+    """
+    from mpistrat.pytorch.modules import buffer_rules
+
+    buffer_rules.declare(module, rules)

@@ -20,6 +20,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replicas
 from mpistrat.pytorch.gradients import reducer
 from mpistrat.pytorch.modules import buffers, placing
+from mpistrat.pytorch.modules.buffer_rules import rule_of
 from mpistrat.pytorch.modules.data_parallel import check_not_wrapped
 from mpistrat.pytorch.modules.preparing import first_difference, of_all
 from mpistrat.pytorch.modules.recording import Recorder
@@ -80,7 +81,10 @@ class Mirroring(StrategyModules):
             self._mirror_tensors(new)
         return new
 
-    before_run = mirror_new
+    def before_run(self) -> None:
+        for slot in self.registry.buffers:
+            slot.begin_step()
+        self.mirror_new()
 
     def has_made(self, module: Module) -> bool:
         return self.recorder.knows(module)
@@ -126,13 +130,14 @@ class Mirroring(StrategyModules):
         Called by: `module.state_dict()`, on every rank.   Context: cross-replica or top level.
         """
         found = (self.registry.buffer(module, key) for key in module._buffers)
-        slots = [slot for slot in found if slot is not None]
+        slots = [slot for slot in found if slot is not None and slot.rule != "local"]
         if not self._is_alone and any(slot.changed(slot.tensor()) for slot in slots):
+            for slot in slots:
+                slot.begin_step()
             copies = virtual_replicas.copies_of_buffers(self.parts.replicas, slots)
-            snapshots = [[(tensor, True) for tensor in of_replica] for of_replica in copies]
-            present = np.array([tensor is not None for tensor in copies[0]])
+            snapshots = [[(tensor, 1) for tensor in of_replica] for of_replica in copies]
             label = "state_dict() averages buffers written since the last backward(): call it on every rank"
-            buffers.average(self.parts, slots, snapshots, present, label)
+            buffers.reduce(self.parts, slots, snapshots, buffers.flags_of(snapshots), label)
 
     def after_loader(self) -> None:
         """Average all buffers that forwards have written since the last backward, so that a rank alone can save them.
@@ -145,7 +150,7 @@ class Mirroring(StrategyModules):
         snapshots, label = [buffers.snapshot(self.registry)], "buffers at the end of a loader"
         flags = buffers.flags_of(snapshots)
         self._communicator.all_reduce(flags, reducing("max", label))
-        buffers.average(self.parts, slots, snapshots, buffers.to_average(flags), label)
+        buffers.reduce(self.parts, slots, snapshots, flags, label)
 
     def _place(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Move `modules` and `tensors` to the strategy's device, with the optimizers' state of moved parameters.
@@ -227,7 +232,7 @@ class Mirroring(StrategyModules):
         for name, module, key, buffer in new.buffers:
             slot = self.registry.buffer(module, key)
             if slot is None:
-                slot = self.registry.add_buffer(name, module, key)
+                slot = self.registry.add_buffer(name, module, key, rule_of(module, key))
                 hooks.before_state_dict(module, self.average_written_buffers)
             slot.settle([buffer])
 

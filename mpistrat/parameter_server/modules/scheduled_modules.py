@@ -120,7 +120,7 @@ class WorkerModules(StrategyModules):
                 compute_there(module, torch.device(device))  # arguments are in host memory
             for key, buffer in module._buffers.items():
                 if buffer in self._tensors:
-                    self.registry.add_buffer(key, module, key)
+                    self.registry.add_buffer(key, module, key, "mean")
         self._tensors.begin_run(self.registry)
 
     def before_run(self) -> None:

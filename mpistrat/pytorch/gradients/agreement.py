@@ -101,7 +101,7 @@ class AgreedGradients(NamedTuple):
         alike: whether all ranks have used the same parameters.
         may_follow: whether all ranks have used the same parameters, and MPI runs with MPI_THREAD_MULTIPLE on all
             ranks. If so, the sums of dense gradients are made without a further check that all ranks make the call.
-        buffers: int32 flags of the module buffers that replicas have written, for `buffers.to_average`.
+        buffers: int32 flags of the module buffers that replicas have written, for `buffers.reduce`.
         maxima: pairs of a piggyback and the maxima of its words over all ranks.
     """
 

@@ -387,8 +387,7 @@ class GradientReducer:
             self.wires.end_backward()
         if self.registry.buffers:
             snapshots = [backward.buffers for backward in steps]
-            flags = buffers.to_average(agreed.buffers)
-            buffers.average(self._parts, self.registry.buffers, snapshots, flags)
+            buffers.reduce(self._parts, self.registry.buffers, snapshots, agreed.buffers)
         for piggyback, greatest in agreed.maxima:
             piggyback.received(greatest)
         return reduced

@@ -1,7 +1,8 @@
 """Buffers that a forward writes, such as batch norm's statistics. Each replica writes its own copies.
 
-Each reduction of gradients also averages the copies that were written, in place. So one rank alone can read a
-`state_dict`, as most scripts do. Integer buffers get replica 0's values.
+Each reduction of gradients also makes one value of the copies that were written, in place, by the buffer's rule. So one
+rank alone can read a `state_dict`, as most scripts do. Without a rule floats are averaged, integers get replica 0's
+values, and a notice names the buffers for which this may be wrong.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ import torch
 
 from mpistrat import arrays
 from mpistrat.cross_device_ops import packing
+from mpistrat.machine.notices import tell
+from mpistrat.pytorch.modules.buffer_rules import RULES
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, is_inexact
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.torch_modules import ModuleParts
 
-Snapshot = list["tuple[torch.Tensor | None, bool]"]
+Snapshot = list["tuple[torch.Tensor | None, int]"]
 _Copies = dict[int, list[Any]]  # each replica's copies of a buffer, by the buffer's index
+_Groups = dict[str, list[int]]  # the indices of the buffers with a rule, by the rule
 
 
 def snapshot(registry: Registry) -> Snapshot:
-    """Return a pair for each mirrored buffer: this replica's tensor, and whether a forward may have written it.
+    """Return a pair for each mirrored buffer: this replica's tensor, and 1 if a forward may have written it, else 0.
 
-    Writes count since the last average. If one buffer of a module is written, all of its buffers count as written,
+    Instead of these numbers, `_DIFFERS` stands for a buffer without a rule that has differed from the last result.
+    Writes count since the last reduction. If one buffer of a module is written, all of its buffers count as written,
     because torch's batch norm writes its statistics without a change of `_version`.
     Called by: each replica, at the end of its backward.
     Returns: the pairs in the order of `registry.buffers`. The tensor is None if the program has dropped the module.
@@ -35,94 +40,156 @@ def snapshot(registry: Registry) -> Snapshot:
     # The list keeps the modules alive, so that no `id` is used twice.
     found = [(slot, slot.module(), slot.tensor()) for slot in registry.buffers]
     written = {id(module) for slot, module, tensor in found if slot.changed(tensor)}
-    return [(tensor, id(module) in written) for _, module, tensor in found]
+    return [
+        (tensor, _DIFFERS if slot.differs and not slot.rule else id(module) in written)
+        for slot, module, tensor in found
+    ]
 
 
+_DIFFERS = 2
+_FIRST_STEPS = (
+    64  # buffers without a rule are compared only then, because the host waits for devices
+)
 _LIMITS = np.iinfo(np.int32)
 
 
 def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
     """Return flags of the buffers that this rank's replicas have written. The ranks take the MAX of all flags.
 
+    After the MAX the checksums of a shape cancel only if all replicas have the same shape. Shapes differ if a forward
+    replaces a buffer by one of its batch's length, such as a cache of positions. Such a buffer is not reduced.
+
     Args: snapshots: a snapshot for each replica of this rank.
-    Returns: int32 of shape [3 · buffers]: for each buffer 1 if it was written, else 0; the checksum of its shape; and
-        the checksum's negative. After the MAX the checksums cancel only if all replicas have the same shape.
+    Returns: int32 of shape [3 · buffers]: for each buffer the number of its snapshot; the checksum of its shape; and
+        the checksum's negative.
     """
     flags = np.array([(0, _LIMITS.min, _LIMITS.min)] * len(snapshots[0]), np.int32)
     for taken in snapshots:
         for row, (tensor, written) in zip(flags, taken, strict=True):
             if tensor is None:
-                row[1] = _LIMITS.max  # if a replica lacks the buffer, it is not averaged
+                row[1] = _LIMITS.max  # if a replica lacks the buffer, it is not reduced
             else:
                 checksum = zlib.crc32(repr(tuple(tensor.shape)).encode()) >> 1
                 np.maximum(row, (written, checksum, -checksum), out=row)
     return flags.reshape(-1)
 
 
-def to_average(flags: np.ndarray) -> np.ndarray:
-    """Return a boolean for each buffer: whether any replica has written it, and its shape is equal on all replicas.
-
-    Shapes differ if a forward replaces a buffer by one of its batch's length, such as a cache of positions. Such a
-    buffer is not averaged.
-    Args: flags: the MAX of `flags_of` over all ranks.
-    """
-    rows = flags.reshape(-1, 3)
-    return (rows[:, 0] == 1) & (rows[:, 1] == -rows[:, 2])
-
-
-def average(
+def reduce(
     parts: ModuleParts,
     slots: Sequence[BufferSlot],
     snapshots: Sequence[Snapshot],
     flags: np.ndarray,
     label: str = "buffers",
 ) -> None:
-    """Average the flagged buffers over all replicas of all ranks, in place. Integers get the first replica's values.
+    """Make one value of all replicas' copies of each buffer that any replica has written, in place, by its rule.
 
-    There is one collective for each dtype of floats; integers are sent in the same messages. The host waits for no
-    device.
+    There is one collective for each dtype of means and sums; first replicas' values are sent in the same messages.
+    Minima and maxima need further collectives. The host waits for no device, except for buffers without a rule in the
+    first steps. Rank 0 tells of buffers without a rule that have differed.
     Called by: every rank.
     Args:
         parts: the strategy's communicator and replicas.
         slots: the slots of the buffers.
         snapshots: a snapshot for each replica of this rank.
-        flags: a boolean for each slot, from `to_average`; equal on all ranks.
+        flags: the MAX of `flags_of` over all ranks.
         label: the call's name in reports.
     """
-    copies: _Copies = {
-        i: [taken[i][0] for taken in snapshots] for i in np.flatnonzero(flags).tolist()
-    }
-    floats, integers = list[int](), list[int]()
-    for i, tensors in copies.items():
-        (floats if is_inexact(tensors[0]) else integers).append(i)
-    values = _values_of_all(parts, copies, floats, integers, label)
+    numbers, shapes, negatives = flags.reshape(-1, 3).T
+    of_data = [slots[i] for i in np.flatnonzero(numbers == _DIFFERS).tolist()]
+    if of_data:
+        _tell_of(of_data, parts.group.communicator.rank)
+    copies: _Copies = {}
+    groups: _Groups = {rule: [] for rule in RULES}
+    for i in np.flatnonzero((numbers > 0) & (shapes == -negatives)).tolist():
+        tensors: list[Any] = [taken[i][0] for taken in snapshots]
+        rule = slots[i].rule or "mean"
+        if rule == "mean" and not is_inexact(tensors[0]):
+            rule = "first"
+        groups[rule].append(i)
+        if rule != "local":
+            copies[i] = tensors
+    values = _values_of_all(parts, slots, copies, groups, label)
+    compares = parts.strategy.runs < _FIRST_STEPS and not parts.replicas.records_steps
+    for i, (first, *_) in copies.items():
+        if compares and not slots[i].rule:
+            slots[i].differs = _is_of_data(parts, slots[i], first, values[i])
     _write(slots, copies, values)
+    for slot in slots:
+        slot.steps = 0
     for i, tensors in copies.items():
         slots[i].settle(tensors)
 
 
+def _tell_of(slots: Sequence[BufferSlot], rank: int) -> None:
+    """Let rank 0 say once that forwards write `slots` from each replica's own data."""
+    for slot in slots:
+        slot.rule = "mean"
+    if rank == 0:
+        names = ", ".join(slot.name for slot in slots)
+        tell(
+            f"forwards write {names:.200} from each rank's own data, and all ranks then get the mean of their values "
+            "(of integers: the first rank's). Say on every rank how the values become one: "
+            f"mpistrat.reduce_buffers(model, {slots[0].key}=…), with one of {', '.join(RULES)}"
+        )
+
+
+def _is_of_data(parts: ModuleParts, slot: BufferSlot, tensor: Any, result: torch.Tensor) -> bool:
+    """Whether this rank's copy of a buffer differs from the result, or counts the examples of this rank.
+
+    The copies of a count are equal if the ranks' parts of a batch are. A count of one example for each step is taken
+    for a count of steps.
+    """
+    examples = parts.strategy.extended.given_steps.examples
+    if slot.base is not None and examples is not None and examples[0] > 1:
+        grown = tensor.item() - slot.base.item()
+        if grown == examples[0] * max(slot.steps, 1):
+            return True
+    return not torch.allclose(tensor, result.view(tensor.shape), rtol=1e-4, equal_nan=True)
+
+
 def _values_of_all(
-    parts: ModuleParts, copies: _Copies, floats: list[int], integers: list[int], label: str
+    parts: ModuleParts,
+    slots: Sequence[BufferSlot],
+    copies: _Copies,
+    groups: _Groups,
+    label: str,
 ) -> dict[int, torch.Tensor]:
-    """Return the means of the buffers `floats`, and the first replica's buffers `integers`, by index. Collective."""
+    """Return the result for each buffer in `copies`, by index. Collective. Args: groups: the indices by rule."""
+    means = groups["mean"]
+    sums = groups["sum"]
+    is_first = parts.group.first_replica_id == 0
     packs: list[_BytePack] = []
+    contributions = [copies[i] for i in means]
     if parts.replicas.records_steps:  # the sum covers all replicas that run one program
-        sums_of_rank = [parts.replicas.sum_of_rank(copies[i][0].detach()) for i in floats]
+        sums_of_rank = [parts.replicas.sum_of_rank(copies[i][0].detach()) for i in means]
         contributions = [[total] for total in sums_of_rank]
+        if sums or groups["min"] or groups["max"]:
+            raise NotImplementedError(
+                "with TPUs, reduce_buffers takes mean, first and local: no sum, min and max"
+            )
     else:
-        packs = _byte_packs(copies, floats, integers)
-        is_first = parts.group.first_replica_id == 0
-        contributions = [copies[i] for i in floats]
-        contributions += [pack.components(is_first) for pack in packs]
-    sums = parts.ops.over_ranks.all_reduce(ReduceOp.SUM, contributions, label=label)
-    values: dict[int, torch.Tensor] = {}
-    if floats:
-        means = torch._foreach_div(sums[: len(floats)], parts.group.num_replicas_in_sync)
-        values.update(zip(floats, means, strict=True))
-    for pack, total in zip(packs, sums[len(floats) :], strict=True):
+        packs = _byte_packs(copies, means, groups["first"])
+    for i in sums:
+        increments = [copy - slots[i].base for copy in copies[i]]
+        if is_first:  # one replica sends the value that the increments are added to
+            increments[0] = copies[i][0]
+        contributions.append(increments)
+    contributions += [pack.components(is_first) for pack in packs]
+    if sums:
+        label = f"{label}, {len(sums)} of them sums"  # so all ranks have the same rules
+    totals = parts.ops.over_ranks.all_reduce(ReduceOp.SUM, contributions, label=label)
+    values = dict(zip([*means, *sums], totals, strict=False))
+    if means:
+        count = parts.group.num_replicas_in_sync
+        values.update(zip(means, torch._foreach_div(totals[: len(means)], count), strict=True))
+    for pack, total in zip(packs, totals[len(values) :], strict=True):
         values.update(pack.values_of(total))
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        indices = groups[op.name.lower()]
+        extremes = parts.ops.over_ranks.all_reduce(op, [copies[i] for i in indices], label=label)
+        values.update(zip(indices, extremes, strict=True))
     if parts.replicas.records_steps:
-        values.update(_broadcast(parts, copies, integers, label))
+        values.update(_broadcast(parts, copies, groups["first"], label))
     return values
 
 
@@ -131,7 +198,7 @@ _MOST_BYTES_AMONG_FLOATS = 2**16
 
 
 class _BytePack:
-    """A flat buffer of all integer and boolean buffers of one device, as bytes: numbers from 0 to 255.
+    """A flat buffer of the buffers of one device that get the first replica's values, as bytes: numbers from 0 to 255.
 
     All replicas but the first of all send zeros, so the sum over replicas has the first replica's values.
     Args:
@@ -171,14 +238,14 @@ class _BytePack:
             left = left[size:]
 
 
-def _byte_packs(copies: _Copies, floats: Sequence[int], integers: Sequence[int]) -> list[_BytePack]:
-    """Return a pack of the buffers `integers` for each device, in the widest dtype of `floats` on the same device.
+def _byte_packs(copies: _Copies, floats: Sequence[int], firsts: Sequence[int]) -> list[_BytePack]:
+    """Return a pack of the buffers `firsts` for each device, in the widest dtype of `floats` on the same device.
 
     Without floats there, or if the pack is large, it is a pack of bytes.
     """
     like = {i: tensors[0] for i, tensors in copies.items()}
     groups: dict[torch.device, list[list[int]]] = {}
-    for group in sorted(packing.alike(like, integers), key=lambda group: -like[group[0]].itemsize):
+    for group in sorted(packing.alike(like, firsts), key=lambda group: -like[group[0]].itemsize):
         groups.setdefault(like[group[0]].device, []).append(group)
     packs = {device: _BytePack(of_device, copies) for device, of_device in groups.items()}
     for tensor in sorted([like[i] for i in floats], key=operator.attrgetter("itemsize")):

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -41,11 +41,19 @@ class BufferSlot:
         name: the buffer's path, for messages.
         module: a weak reference to the module that has the buffer.
         key: the buffer's name in the module.
+        rule: how the replicas' copies become one, from `buffer_rules.rule_of`; "" if it is not known.
+        base: the value before the replicas' writes: of a sum, and of a number without a rule; else None.
+        steps: number of steps that have begun since the copies were last equal.
+        differs: whether this rank's copy of a buffer without a rule has differed from the result.
     """
 
     name: str
     module: weakref.ref[torch.nn.Module]
     key: str
+    rule: str
+    base: Any = None
+    steps: int = 0
+    differs: bool = False
     # The id and version of the tensor of each replica of this rank, when they were last equal.
     settled: frozenset[tuple[int, int]] = frozenset()
 
@@ -67,7 +75,26 @@ class BufferSlot:
 
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
         """Record that the replicas' tensors are equal now. Args: copies: a tensor per replica of this rank, or None."""
-        self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
+        tensors = [copy for copy in copies if copy is not None]
+        self.settled = frozenset((id(tensor), version(tensor)) for tensor in tensors)
+        self.steps = 0
+        for tensor in tensors[:1]:
+            if self.rule == "sum" or (not self.rule and tensor.numel() == 1):
+                self.base = tensor.detach().clone()
+
+    def declare(self, rule: str) -> None:
+        """Let the copies become one by `rule` from now on, and a sum begin with the present value."""
+        self.rule = rule
+        self.settle([self.tensor()])
+
+    def begin_step(self) -> None:
+        """Note that a step begins. After the copies were made equal, only the program itself has written the buffer.
+
+        So a sum goes on from the present value, as the program may have loaded it, or set it back to 0.
+        """
+        if self.rule == "sum" and not self.steps:
+            self.settle([self.tensor()])
+        self.steps += 1
 
 
 Slot = ParameterSlot | BufferSlot
@@ -161,8 +188,8 @@ class Registry:
         slot = self._buffer_of.get((id(module), key))
         return slot if slot is not None and slot.module() is module else None
 
-    def add_buffer(self, name: str, module: torch.nn.Module, key: str) -> BufferSlot:
-        slot = self._buffer_of[id(module), key] = BufferSlot(name, weakref.ref(module), key)
+    def add_buffer(self, name: str, module: torch.nn.Module, key: str, rule: str) -> BufferSlot:
+        slot = self._buffer_of[id(module), key] = BufferSlot(name, weakref.ref(module), key, rule)
         self.buffers.append(slot)
         return slot
 
