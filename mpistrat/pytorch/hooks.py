@@ -29,6 +29,7 @@ from mpistrat.pytorch.compilation import not_compiled, when_dynamo_loads
 original_backward = torch.autograd.backward
 original_data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 original_sync_batch_norm = torch.nn.SyncBatchNorm.forward
+original_update_bn: Callable[..., None] = torch.optim.swa_utils.update_bn.__wrapped__  # type: ignore[attr-defined]
 
 _NOTHING = contextlib.nullcontext()
 _twins: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
@@ -90,6 +91,17 @@ def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
 def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     """Have all modules of `torch.nn.SyncBatchNorm` call `replacement` as their forward."""
     torch.nn.SyncBatchNorm.forward = replacement  # type: ignore[method-assign, assignment]
+
+
+def replace_update_bn(replacement: Callable[..., None]) -> None:
+    """Have `torch.optim.swa_utils.update_bn` call `replacement`, also where a program has imported the name before.
+
+    So the function stays, and its decorator calls another function.
+    """
+    decorated: Any = torch.optim.swa_utils.update_bn
+    for cell in decorated.__closure__:
+        if cell.cell_contents is original_update_bn:
+            cell.cell_contents = replacement
 
 
 def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mpistrat.arrays import is_on_xla
-from mpistrat.context import get_replica_context, has_strategy
+from mpistrat.context import get_replica_context, get_strategy, has_strategy
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
@@ -21,6 +22,32 @@ from mpistrat.replicas import differentiable
 def install() -> None:
     """Replace the forward of `torch.nn.SyncBatchNorm`: inside replicas it normalizes over the batches of all."""
     hooks.replace_sync_batch_norm(_forward)
+    hooks.replace_update_bn(_update_bn)
+
+
+@functools.wraps(hooks.original_update_bn)
+def _update_bn(loader: Any, model: torch.nn.Module, device: Any = None) -> None:
+    """Do torch's work, and compute the statistics of each step over the batches of all replicas.
+
+    Steps of a distributed dataset have a part for each replica. Until the loader gives such a step, each batch norm
+    looks at its own input alone: each rank may read all examples.
+    """
+    owner: Any = getattr(loader, "strategy", None)
+    block = owner.replica() if hasattr(owner, "replica") else contextlib.nullcontext()
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    with block:
+        strategy = get_strategy()
+        runs = strategy.runs
+
+        def forward(norm: Any, input: torch.Tensor) -> Any:
+            is_part = strategy.runs > runs
+            return (_forward if is_part else type(norm).forward)(norm, input)
+
+        for norm in norms:
+            norm.forward = functools.partial(forward, norm)
+        hooks.original_update_bn(loader, model, device)
+        for norm in norms:
+            del norm.forward
 
 
 @functools.wraps(hooks.original_sync_batch_norm)
@@ -38,7 +65,7 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     context = get_replica_context() if has_strategy() else None
     batch_statistics = self.training or self.running_mean is None
     is_alone = context is None or context.num_replicas_in_sync == 1
-    if is_alone or not batch_statistics or self.process_group is not None:
+    if is_alone or not batch_statistics or getattr(self, "process_group", None) is not None:
         return hooks.original_sync_batch_norm(self, input)
     self._check_input_dim(input)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from mpistrat.pytorch.modules.strategy_modules import all_modules
 
 RULES = ("min", "max", "sum", "mean", "first", "local")
 # Words in the names of running means and of the counts of their updates: "running_var", "embed_avg", "ema_loss".
-_OF_MEANS = {"mean", "var", "std", "avg", "average", "ema", "variance", "tracked"}
+_OF_MEANS = {"mean", "var", "std", "avg", "average", "ema", "center", "tracked"}
 _EXTREMES = {"min_val": "min", "max_val": "max"}  # in observers of torch.ao and torchao
 _declared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the declared rules, by module and name
 

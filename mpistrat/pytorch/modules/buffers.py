@@ -112,10 +112,10 @@ def reduce(
     compares = parts.strategy.runs < _FIRST_STEPS and not parts.replicas.records_steps
     for i, (first, *_) in copies.items():
         if compares and not slots[i].rule:
-            slots[i].differs = _is_of_data(parts, slots[i], first, values[i])
+            slots[i].differs = _is_of_data(parts, first, values[i].view(first.shape))
     _write(slots, copies, values)
     for slot in slots:
-        slot.steps = 0
+        slot.in_step = False
     for i, tensors in copies.items():
         slots[i].settle(tensors)
 
@@ -133,18 +133,19 @@ def _tell_of(slots: Sequence[BufferSlot], rank: int) -> None:
         )
 
 
-def _is_of_data(parts: ModuleParts, slot: BufferSlot, tensor: Any, result: torch.Tensor) -> bool:
-    """Whether this rank's copy of a buffer differs from the result, or counts the examples of this rank.
+def _is_of_data(parts: ModuleParts, tensor: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether this rank's copy of a buffer differs from the result, or is the number of examples of this rank.
 
-    The copies of a count are equal if the ranks' parts of a batch are. A count of one example for each step is taken
-    for a count of steps.
+    The copies of such a count are equal if the ranks' parts of a batch are. A count of one example for each step is
+    taken for a count of steps.
     """
     examples = parts.strategy.extended.given_steps.examples
-    if slot.base is not None and examples is not None and examples[0] > 1:
-        grown = tensor.item() - slot.base.item()
-        if grown == examples[0] * max(slot.steps, 1):
+    if examples is not None and examples[0] > 1 and tensor.numel() == 1:
+        counted = int(examples[0]) * parts.strategy.runs
+        if tensor.item() == counted:
             return True
-    return not torch.allclose(tensor, result.view(tensor.shape), rtol=1e-4, equal_nan=True)
+    # A mean of equal numbers of 16 bits may differ by 1 %.
+    return not torch.allclose(tensor, result, rtol=0.02, equal_nan=True)
 
 
 def _values_of_all(

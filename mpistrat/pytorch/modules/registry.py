@@ -42,8 +42,8 @@ class BufferSlot:
         module: a weak reference to the module that has the buffer.
         key: the buffer's name in the module.
         rule: how the replicas' copies become one, from `buffer_rules.rule_of`; "" if it is not known.
-        base: the value before the replicas' writes: of a sum, and of a number without a rule; else None.
-        steps: number of steps that have begun since the copies were last equal.
+        base: the value that a sum had before the replicas' writes; None for other rules.
+        in_step: whether a step has begun since the copies were last equal.
         differs: whether this rank's copy of a buffer without a rule has differed from the result.
     """
 
@@ -52,7 +52,7 @@ class BufferSlot:
     key: str
     rule: str
     base: Any = None
-    steps: int = 0
+    in_step: bool = False
     differs: bool = False
     # The id and version of the tensor of each replica of this rank, when they were last equal.
     settled: frozenset[tuple[int, int]] = frozenset()
@@ -75,12 +75,10 @@ class BufferSlot:
 
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
         """Record that the replicas' tensors are equal now. Args: copies: a tensor per replica of this rank, or None."""
-        tensors = [copy for copy in copies if copy is not None]
-        self.settled = frozenset((id(tensor), version(tensor)) for tensor in tensors)
-        self.steps = 0
-        for tensor in tensors[:1]:
-            if self.rule == "sum" or (not self.rule and tensor.numel() == 1):
-                self.base = tensor.detach().clone()
+        self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
+        self.in_step = False
+        tensor = self.tensor() if self.rule == "sum" else None
+        self.base = None if tensor is None else tensor.detach().clone()
 
     def declare(self, rule: str) -> None:
         """Let the copies become one by `rule` from now on, and a sum begin with the present value."""
@@ -92,9 +90,9 @@ class BufferSlot:
 
         So a sum goes on from the present value, as the program may have loaded it, or set it back to 0.
         """
-        if self.rule == "sum" and not self.steps:
+        if self.rule == "sum" and not self.in_step:
             self.settle([self.tensor()])
-        self.steps += 1
+        self.in_step = True
 
 
 Slot = ParameterSlot | BufferSlot
