@@ -126,6 +126,9 @@ def test_groups_that_torch_makes() -> None:
     ]
     assert all(is_ours(group) for group in groups)
     assert {dist.get_backend(group) for group in groups} == {"gloo"}
+    # As gloo's: torch splits groups of NCCL only.
+    with pytest.raises(RuntimeError, match="not safe to split"):
+        dist.split_group(split_ranks=[ALL])
 
 
 def test_a_program_that_chooses_another_backend() -> None:
