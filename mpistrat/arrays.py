@@ -282,6 +282,16 @@ def scatter(array: Array, indices: Array, rows: Array, combine: str) -> Array:
     return result
 
 
+_UFUNCS = {
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "div": "divide",
+    "min": "minimum",
+    "max": "maximum",
+}
+
+
 def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> None:
     """Combine row `indices[i]` of `result` with `rows[i]`, for each i, in place. A repeated index counts each time.
 
@@ -309,38 +319,30 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
             index = index.view(-1, *(1,) * (rows.ndim - 1)).expand_as(rows)
             result.scatter_reduce_(0, index, 1 / rows if combine == "div" else rows, reduction)
         return
-    xp = api.array_namespace(result)
-    ufunc = {
-        "add": xp.add,
-        "sub": xp.subtract,
-        "mul": xp.multiply,
-        "div": xp.divide,
-        "min": xp.minimum,
-        "max": xp.maximum,
-        "update": None,
-    }[combine]
     places = to_numpy(indices)
-    if ufunc is None:
+    if combine == "update":
         result[places] = rows
-    elif len(np.unique(places)) == len(places):  # without repeated indices, several times as fast
+        return
+    ufunc = getattr(api.array_namespace(result), _UFUNCS[combine])
+    if len(np.unique(places)) == len(places):  # without repeated indices, several times as fast
         result[places] = ufunc(result[places], rows)
     else:
         ufunc.at(result, places, rows)
 
 
 def _divide_integers(result: Array, places: np.ndarray, rows: Array) -> None:
-    if bool((rows == 0).any()):
+    if (rows == 0).any():
         raise ZeroDivisionError("scatter_div divides integers by 0: give divisors without 0")
-    left = np.arange(len(places))
-    while len(left):
-        # A place that comes several times is divided once in each round.
-        _, firsts = np.unique(places[left], return_index=True)
-        now = left[firsts]
-        dividends = result[places[now]]
-        quotients = dividends // rows[now]
-        are_too_low = (quotients < 0) & (quotients * rows[now] != dividends)
-        result[places[now]] = quotients + are_too_low
-        left = np.delete(left, firsts)
+    while len(places):  # a place that comes several times is divided once in each round
+        found, firsts = np.unique(places, return_index=True)
+        dividends = result[found]
+        divisors = rows[firsts]
+        quotients = dividends // divisors
+        are_too_low = (quotients < 0) & (quotients * divisors != dividends)
+        result[found] = quotients + are_too_low
+        rest = np.delete(np.arange(len(places)), firsts)
+        places = places[rest]
+        rows = rows[rest]
 
 
 def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:

@@ -124,10 +124,12 @@ def _named(value: ReadsAsArray) -> str:
     return f"a {type(value).__name__}" if name is None else f"variable {name!r}"
 
 
+def _divmod(value: Any, divisor: Any) -> Any:
+    return value // divisor, value % divisor  # torch's tensors have no divmod
+
+
 def _function(name: str) -> Any:
-    if name == "divmod":  # torch's tensors have none
-        return lambda value, divisor: (value // divisor, value % divisor)
-    return getattr(operator, f"__{name}__")
+    return getattr(operator, f"__{name}__", _divmod)
 
 
 def _forward(name: str) -> Any:

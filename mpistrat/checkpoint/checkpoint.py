@@ -173,7 +173,7 @@ class Checkpoint:
                 if has_common_state(value):
                     value.load_state_dict(common[name])
             for name, value in objects.items():
-                if name not in of_rank and getattr(value, "common_state_suffices", False):
+                if name not in of_rank and getattr(value, "either_state_suffices", False):
                     continue
                 if has_state_of_rank(value):
                     states = {rank: local[name]} if name in local else _of_object(ranks, name)

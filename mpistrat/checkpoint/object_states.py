@@ -4,7 +4,7 @@ An object with `state_dict` and `load_state_dict` has a common state. An object 
 `load_rank_state_dicts(states)` has a state of each rank. `states` maps each rank that saved to its state; a look-up may
 read the state's file. If an object has both states, the common state is loaded first. The rank state of an object with
 `stays_with_rank = True` is local: `run_elastic` sends no copy of it to other ranks. An object with
-`common_state_suffices = True` is restored from a checkpoint that has no state of its ranks, too.
+`either_state_suffices = True` is restored from a checkpoint with one of its two states, too.
 
 An object may also have `state_schema(state)` and `rank_state_schema(state)`. They return a schema (types and ranges of
 the values) for `schema.check`. If a saved state does not fit, the checkpoint is damaged, and nothing of it is loaded.
@@ -28,6 +28,8 @@ _OF_RANK = ("rank_state_dict", "load_rank_state_dicts")
 class _OfVariable:
     """Wraps a variable for a checkpoint: its value, equal on all ranks, is the common state. Made by: `stateful`."""
 
+    either_state_suffices = False
+
     def __init__(self, variable: Variable) -> None:
         self._variable = variable
 
@@ -38,37 +40,33 @@ class _OfVariable:
         return {"value": check_array} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "value" not in state:
+        if "value" in state:
+            self._variable.load_state(state["value"])
+        elif not self.either_state_suffices:
             raise ValueError(
                 f"variable {self._variable.name!r} has one value for all replicas, and was saved ON_READ with "
                 "aggregation NONE, as a value of each replica. Make it ON_READ again, or leave it out of the checkpoint"
             )
-        self._variable.load_state(state["value"])
 
 
 class _OfCopies(_OfVariable):
     """Wraps an ON_READ variable for a checkpoint. Each rank's state has the copies of its replicas.
 
-    The common state has the combined value; with aggregation NONE it is empty. It is all that there is of a variable
-    that was saved as a mirrored one.
+    The common state has the combined value; with aggregation NONE it is empty. A variable that was saved as a mirrored
+    one has the common state alone.
     """
 
-    common_state_suffices = True
+    either_state_suffices = True
     _variable: SyncOnReadVariable
 
     def state_dict(self) -> dict[str, Any]:
         has_no_value = self._variable.aggregation is VariableAggregation.NONE
         return {} if has_no_value else super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            super().load_state_dict(state)
-
     def rank_state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {**local_replicas(self._variable.strategy.extended)}
-        state["aggregation"] = self._variable.aggregation.name
-        state["copies"] = [component.state() for component in self._variable.values]
-        return state
+        copies = [component.state() for component in self._variable.values]
+        replicas = local_replicas(self._variable.strategy.extended)
+        return {**replicas, "aggregation": self._variable.aggregation.name, "copies": copies}
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
         return schema_of_replicas(state, "copies", check_array)

@@ -211,12 +211,21 @@ class Mirroring(StrategyModules):
         """Compare tensors over the ranks, copy rank 0's values into them, and register them as mirrored. Collective.
 
         Tensors that the program has dropped on all ranks are forgotten.
-        Raises: CollectiveMismatchError on all ranks if names, shapes or dtypes differ.
+        Raises: on all ranks, CollectiveMismatchError if names, shapes or dtypes differ, and ValueError if elements of a
+            tensor share memory.
         """
         with spans.current.range("mirror"):
             tensors = [*new.parameters, *((name, buffer) for name, _, _, buffer in new.buffers)]
             if self._communicator.size > 1:
-                self._agree([f"{name}: {t.dtype}{list(t.shape)}" for name, t in tensors])
+                self._agree(
+                    [f"{name}: {t.dtype}{list(t.shape)}{_expansion(t)}" for name, t in tensors]
+                )
+                for name, tensor in tensors:
+                    if _expansion(tensor):
+                        raise ValueError(
+                            f"the elements of {name!r} share memory, as after expand(), so rank 0's values cannot be "
+                            "copied into it. Give the module a tensor with memory of its own: tensor.clone()"
+                        )
                 self._broadcast([t.detach() for _, t in tensors])
             self._drop_dead()
             self._register(new)
@@ -309,6 +318,15 @@ def _is_pending(tensor: torch.Tensor) -> bool:
     Mirroring skips such a tensor, and looks at its module again in the next run.
     """
     return is_lazy(tensor) or tensor.is_meta
+
+
+def _expansion(tensor: torch.Tensor) -> str:
+    """Return a word for a tensor with elements that share memory, as after `expand()`: torch copies nothing into it."""
+    if tensor.layout is torch.strided:
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if size > 1 and not stride:
+                return ", expanded"
+    return ""
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,12 +99,8 @@ class ShardedVariable(Variable):
         for shard in np.unique(owners):
             rows = positions[owners == shard] - self.offsets[shard]
             parts.append(self.variables[shard].sparse_read(rows))
-        joined = _joined(self.variables[0], parts)
-        if len(parts) < 2:
-            return joined
-        by_shard = np.argsort(owners, kind="stable")  # index i is at `places[i]` in `joined`
-        places = np.argsort(by_shard)
-        return joined[places]
+        by_shard = np.argsort(owners, kind="stable")  # the numbers of the indices, shard by shard
+        return _joined(self.variables[0], parts)[np.argsort(by_shard)]
 
     def __iter__(self) -> Iterator[Variable]:
         return iter(self.variables)

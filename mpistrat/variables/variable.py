@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
@@ -28,7 +28,7 @@ from mpistrat.values import (
 from mpistrat.variables.updates import updated
 
 # These operators do not read an ON_READ variable outside replicas, where a read is a collective: Python may compare
-# values on a rank alone, as in `variable in values`. The older operators read it, as in TensorFlow.
+# values on a rank alone, as in `variable in values`. Other operators, such as +, read it, as in TensorFlow.
 _LOCAL_OPERATORS = ("eq", "ne", "invert", "divmod", "round", "format", *BIT_OPERATORS)
 _REDUCING = (VariableAggregation.SUM, VariableAggregation.MEAN)
 _IRREDUCIBLE_SCATTERS = ("scatter_min", "scatter_max", "scatter_update")
@@ -213,8 +213,10 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         return self._update("scatter_update", slices)
 
     def __repr__(self) -> str:
-        kind = f"{type(self).__name__} {self.name!r}"
-        return f"<{kind} shape={tuple(self.shape)} dtype={self.dtype}{self._shown()}>"
+        return (
+            f"<{type(self).__name__} {self.name!r} shape={tuple(self.shape)} "
+            f"dtype={self.dtype}{self._shown()}>"
+        )
 
     def _shown(self) -> str:
         """Return the value for `repr`, as far as this rank knows it without asking another rank."""
@@ -222,7 +224,7 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
 
 
 def _refusal(method: str) -> Any:
-    def refused(self: Variable, *args: Any) -> NoReturn:
+    def refused(self: Variable, *args: Any) -> None:
         raise RuntimeError(
             f"variable {self.name!r} cannot be changed by an operator such as `-=`, nor by `variable[i] = …`: the "
             f"result would be a plain array. Call variable.{method}(…), which changes all copies, or write "
@@ -432,7 +434,7 @@ class SyncOnReadVariable(DistributedVariable):
                 f"variable {self.name!r} is ON_READ: outside run its value needs all ranks, and this operator does not "
                 "ask them. Call variable.read_value() on every rank, and use its result"
             )
-        return super()._operand(name)
+        return self.read_value()
 
     def state(self) -> Array:
         return arrays.copy(self.read_value())

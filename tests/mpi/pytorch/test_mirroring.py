@@ -269,6 +269,31 @@ def test_a_parameter_swapped_in_the_optimizer_is_noticed(strategy: ms.Strategy) 
             strategy.run(pair.optimizer.step)
 
 
+def test_tensors_whose_elements_share_memory(strategy: ms.Strategy) -> None:
+    """No rank copies anything into them. A dimension of one element shares none."""
+
+    def make(*shape: int) -> torch.nn.Module:
+        module = torch.nn.Linear(4, 2)
+        module.register_buffer("mask", torch.ones(1, 1).expand(*shape))
+        return module
+
+    def make_in_scope() -> torch.nn.Module:
+        with strategy.scope():
+            return make(1, 3)
+
+    check_equal(strategy, strategy.mirror(make(1, 1)))
+    if strategy.world_size == 1:
+        assert make_in_scope().mask.tolist() == [[1, 1, 1]]
+        return
+    for mirror in (make_in_scope, lambda: strategy.prepare(make(3, 1))):
+        with pytest.raises(ValueError, match=r"'Linear\.mask' share memory, .*: tensor\.clone\(\)"):
+            mirror()
+    whole = make(1, 1)
+    whole.mask = torch.ones(1, 3)
+    with pytest.raises(CollectiveMismatchError, match=r"float32\[1, 3\], expanded on rank 1"):
+        strategy.mirror(make(1, 3) if rank(strategy) == 1 else whole)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_models_that_differ_between_ranks(strategy: ms.Strategy) -> None:
     with pytest.raises(CollectiveMismatchError, match=r"Linear\.weight: .*\[2, 4\] on rank 0"):
