@@ -64,6 +64,13 @@ def test_the_default_strategy_inside_another(strategy):
         type(default)()
 
 
+def test_another_strategy_inside_the_default(strategy):
+    with ms.get_strategy().scope(), strategy.scope():
+        assert here() == (True, True, False)
+        assert ms.Variable(1.0).strategy is strategy
+    assert here() == (False, False, True)
+
+
 def test_a_set_strategy_is_replaced_and_unset(strategy):
     other = ms.OneDeviceStrategy("cpu:0")
     try:

@@ -75,6 +75,8 @@ def test_an_array_on_the_left(make):
         assert (make([5, 5]) != value).tolist() == [False, True]
         assert (value == value).all()
         assert [x.tolist() for x in divmod(make([16, 16]), value)] == [[3, 2], [1, 2]]
+        with pytest.raises((ValueError, RuntimeError), match=r"broadcast|size of tensor"):
+            assert value == make([1, 2, 3])
 
 
 @every_library
