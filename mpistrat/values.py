@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -156,6 +157,9 @@ def _compare(name: str) -> Any:
     def compared(self: Any, other: Any) -> Any:
         if other is None:
             return name == "ne"
+        # A look-up in a WeakSet compares the value with itself, and needs a boolean.
+        if other is self and "weakref" in sys._getframe(1).f_globals["__name__"]:
+            return name == "eq"
         if isinstance(other, ActsAsArray):
             other = other._operand(name)
         return function(self._operand(name), other)

@@ -322,10 +322,9 @@ def _is_pending(tensor: torch.Tensor) -> bool:
 
 def _expansion(tensor: torch.Tensor) -> str:
     """Return a word for a tensor with elements that share memory, as after `expand()`: torch copies nothing into it."""
-    if tensor.layout is torch.strided:
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            if size > 1 and not stride:
-                return ", expanded"
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size > 1 and not stride:
+            return ", expanded"
     return ""
 
 

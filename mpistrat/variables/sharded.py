@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.variables.updates import check_is_slices, check_rows, check_shape
+from mpistrat.variables.updates import check_is_slices, check_rows, check_shape, numbers_for
 from mpistrat.variables.variable import Variable
 
 
@@ -162,10 +162,7 @@ class ShardedVariable(Variable):
     def _rows_of_shards(self, value: Any) -> list[Array]:
         whole = arrays.detach_read(value)
         if not arrays.is_array(whole):
-            try:
-                whole = arrays.cast_like(arrays.as_array(whole), self.variables[0].read_value())
-            except TypeError as error:
-                raise TypeError(f"variable {self.name!r}: {error}") from None
+            whole = arrays.cast_like(numbers_for(self.name, whole), self.variables[0].read_value())
         check_shape(self.name, self.shape, whole)
         return self._division.parts(whole)
 

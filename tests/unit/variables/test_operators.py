@@ -94,9 +94,16 @@ def test_numbers_are_rounded_and_formatted(make):
 
 
 def test_values_are_found_by_their_identity(pair):
-    values = [variable(pair, 1.0), variable(pair, 1.0), ms.PerReplica([1, 2]), ms.Mirrored([1, 1])]
-    assert len(set(values)) == len(weakref.WeakSet(values)) == len(dict.fromkeys(values)) == 4
-    assert all(value in {value: 0} for value in values)
+    on_read = variable(pair, torch.zeros(2), synchronization=ON_READ, aggregation=SUM)
+    ones = np.ones(2)
+    values = [variable(pair, ones), variable(pair, 1.0), ms.PerReplica([1, 2]), on_read]
+    values += [variable(pair, ones), ms.Mirrored([ones, ones]), ms.Variable(torch.ones(2))]
+    table = weakref.WeakKeyDictionary({value: i for i, value in enumerate(values)})
+    for found in (set(values), weakref.WeakSet(values), dict.fromkeys(values), table):
+        assert len(found) == len(values)
+        assert all(value in found for value in values)
+    assert [table.pop(value) for value in values] == [*range(len(values))]
+    assert (values[0] == values[0]).tolist() == [True, True]
     assert values.index(values[0]) == 0
     assert values[0] in values
     assert (None in values, values[2] == None) == (False, False)  # noqa: E711
