@@ -25,6 +25,9 @@ _BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
 # A frame in a traceback: its `File` line and the lines of code below it, indented further.
 FRAME = re.compile(r'(?m)^( *)File "(.+)", line (\d+), in (.+)\n(?:\1 {2,}.*\n|\1\[Previous.*\n)*')
 
+# The end of a traceback of an assert statement without a message. Python may mark a part of the line.
+_BARE_ASSERT = re.compile(r"\n +(assert\b.*)\n(?:[ ~^]+\n)?AssertionError\s*\Z")
+
 
 class SourceLine(NamedTuple):
     """A copy of a frame's code and line number, taken before the frame runs on.
@@ -99,18 +102,11 @@ def message_of(error: BaseException) -> str:
     message = "".join(traceback.format_exception_only(error)).partition(": ")[2].strip()
     after_frames = [message[frame.end() :].strip() for frame in FRAME.finditer(message)]
     message = "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
-    if isinstance(error, AssertionError) and message in ("", "AssertionError"):
-        return _assertion_of(error) or message
+    if isinstance(error, AssertionError):
+        bare = _BARE_ASSERT.search("".join(traceback.format_exception(error)))
+        if bare is not None:
+            return f"AssertionError: {bare[1]}"
     return message
-
-
-def _assertion_of(error: AssertionError) -> str:
-    """Return "AssertionError: assert x == y", with the line that raised `error`; "" if that is no assert statement."""
-    code = ""
-    for frame in FRAME.finditer("".join(traceback.format_exception(error))):
-        lines = frame[0].splitlines()
-        code = lines[1].strip() if len(lines) > 1 else ""
-    return f"AssertionError: {code}" if code.startswith("assert") else ""
 
 
 def places_of(error: BaseException) -> list[str]:

@@ -15,7 +15,7 @@ from mpistrat.communicators.contract.call_signature import DIGEST_BITS, LINE_BIT
 from mpistrat.communicators.contract.left_out_calls import notice_of
 from mpistrat.communicators.node.shared_memory import FENCE
 from mpistrat.liveness.records.job_folder import record_of
-from mpistrat.liveness.records.record import RANK, WORD, RankRecord
+from mpistrat.liveness.records.record import CALLS, RANK, WORD, RankRecord
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.machine.notices import tell
@@ -44,7 +44,7 @@ class CallAgreement(abc.ABC):
 
     def __init__(self, watch: CommunicatorWatch) -> None:
         self._watch = watch
-        self._compared: Counter[tuple[int, int]] = Counter()
+        self._compared: Counter[tuple[int, ...]] = Counter()
 
     @abc.abstractmethod
     def agree(self, calls: int, stamp: int) -> bool:
@@ -64,6 +64,13 @@ class CallAgreement(abc.ABC):
         """Whether to compare the last calls of ranks that make a call at the lines with these two hashes."""
         self._compared[lines] += 1
         return self._compared[lines] <= _COMPARISONS_OF_LINES
+
+    def _finds(self, notice: str) -> bool:
+        """Keep `notice` if it is the first that is not "". Return whether it is."""
+        is_first = notice != "" and self._watch.left_out == ""
+        if is_first:
+            self._watch.left_out = notice
+        return is_first
 
 
 class SharedMemoryAgreement(CallAgreement):
@@ -149,15 +156,13 @@ class SharedMemoryAgreement(CallAgreement):
 
     def _compare_lines(self, words: memoryview, position: int) -> None:
         own = self._watch.record
+        number = own.words[self._watch.slot + CALLS]
         with contextlib.suppress(OSError):  # the ranks have no common folder, or another rank has told it
             other = RankRecord(record_of(own.folder, words[RANK]))
-            own_calls = own.calls_on(self._watch.slot)
-            other_calls = other.calls_on(position - WORD)
-            notice = notice_of((own.rank, own_calls), (other.rank, other_calls))
-            if notice and not self._watch.left_out:
-                self._watch.left_out = notice
+            lines = own.lines_on(self._watch.slot, number)
+            if self._finds(notice_of(lines, other.lines_on(position - WORD, number))):
                 with open(os.path.join(own.folder, "left-out"), "x", opener=private):
-                    tell(notice)
+                    tell(self._watch.left_out)
 
 
 class MessageAgreement(CallAgreement):
@@ -171,7 +176,6 @@ class MessageAgreement(CallAgreement):
         super().__init__(watch)
         self._mpi = mpi
         self._pair = np.empty(2, np.int64)
-        self._apart = 0  # the last call that ranks made at different lines
 
     def agree(self, calls: int, stamp: int) -> bool:
         pair = self._pair
@@ -184,26 +188,18 @@ class MessageAgreement(CallAgreement):
         if pair[0] + pair[1] == 0:
             return True
         largest, smallest = int(pair[0]), -int(pair[1])
-        is_same = largest >> LINE_BITS == smallest >> LINE_BITS
-        if is_same:
-            self._compare_lines(calls, largest, smallest)
-        return is_same
+        if largest >> LINE_BITS != smallest >> LINE_BITS:
+            return False
+        if self._compares(largest & _LINE, smallest & _LINE):
+            self._compare_lines()
+        return True
 
-    def _compare_lines(self, calls: int, largest: int, smallest: int) -> None:
-        """Tell it if a rank has left out a call. All ranks make this call, at different lines.
-
-        Collective: all ranks have the same arguments, and have counted the same calls.
-        """
-        follows = self._apart == calls - 1
-        self._apart = calls
-        if not (follows and self._compares(largest & _LINE, smallest & _LINE)):
-            return
+    def _compare_lines(self) -> None:
+        """Tell it if a rank has left out a call. Collective, because all ranks have counted the same calls."""
         record = self._watch.record
-        own_calls = record.rank, record.calls_on(self._watch.slot)
-        first, *others = self._mpi.comm.allgather(own_calls)
+        slot = self._watch.slot
+        own = record.lines_on(slot, record.words[slot + CALLS])
+        first, *others = self._mpi.comm.allgather(own)
         for other in others:
-            notice = notice_of(first, other)
-            if notice and not self._watch.left_out:
-                self._watch.left_out = notice
-                if self._mpi.rank == 0:
-                    tell(notice)
+            if self._finds(notice_of(first, other)) and self._mpi.rank == 0:
+                tell(self._watch.left_out)

@@ -8,24 +8,18 @@ other rank comes at its next call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
-from mpistrat.liveness.records.record import CallEntry
-
-# A rank's number in the job, and its last calls on a communicator, by their numbers.
-CallsOfRank: TypeAlias = tuple[int, dict[int, CallEntry]]
-# In a loop of few lines, ranks that make the calls in another order look as if one had left out a call, at first.
+# In a loop of two lines, ranks that make the calls in another order look as if one had left out a call, at first.
 _STEPS_IN_LOOP = 3
 
 
-def notice_of(first: CallsOfRank, second: CallsOfRank) -> str:
-    """Return a notice if one of two ranks has left out a call that the other rank has made; else ""."""
-    numbers = sorted(first[1].keys() & second[1].keys())
-    latest = first[1][numbers[-1]]
-    if latest.call.startswith("barrier"):  # it has no result
-        return ""
+def notice_of(first: tuple[int, Sequence[str]], second: tuple[int, Sequence[str]]) -> str:
+    """Return a notice if one of two ranks has left out a call that the other rank has made; else "".
+
+    Args: first, second: the result of `RankRecord.lines_on` of each rank.
+    """
     for (made, own), (left, others) in ((first, second), (second, first)):
-        lines = left_out([own[n].site for n in numbers], [others[n].site for n in numbers])
+        lines = left_out(own, others)
         if lines is not None:
             return (
                 f"rank {left} left out the call at {lines[0]}: rank {made} made it together with rank {left}'s call at "
@@ -40,35 +34,27 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
 
     A single call on different lines shows nothing, because a program may have a branch for one rank. Two in a row show
     it if this rank comes to where the other rank was, and the other rank goes on to a third line. In a loop of these
-    lines four in a row show it, if both ranks have made calls together on all of these lines before. In either case
-    the ranks made the call before these calls on one line.
+    lines four in a row show it. In either case the ranks made the call before these calls on one line.
 
-    Args: mine, others: the lines of two ranks' last calls; the calls with the same index met in one collective.
+    Args: mine, others: the lines of two ranks' last calls, the latest first. Lines with one index met in one collective.
     Returns: None if no call is known to be left out by the other rank.
     """
     pairs: list[tuple[str, str]] = []
-    for pair in zip(mine, others, strict=True):
+    for pair in zip(mine, others, strict=False):
         if pairs[-1:] != [pair]:  # a line may make several calls
             pairs.append(pair)
-    first = len(pairs) - 1
-    while first > 0 and _is_shifted(pairs[first - 1], pairs[first]):
-        first -= 1
-    before = pairs[:first]
-    shifted = pairs[first:]
-    if before and before[-1][0] != before[-1][1]:
+    steps = 0
+    for (line, other), (earlier, earlier_other) in zip(pairs, pairs[1:], strict=False):
+        if line != earlier_other or line == other or earlier == earlier_other:
+            break
+        steps += 1
+    if steps == 0:
         return None
-    steps = len(shifted) - 1
-    lines = {line for pair in shifted for line in pair}
-    if steps > 0 and len(lines) == steps + 2:
-        return shifted[0]
-    together = {line for line, other in before if line == other}
-    if steps >= _STEPS_IN_LOOP and lines <= together and shifted[0][1] == before[-1][1]:
-        return shifted[0]
-    return None
-
-
-def _is_shifted(earlier: tuple[str, str], later: tuple[str, str]) -> bool:
-    """Whether this rank comes to the line where the other rank was, and that rank is on another line each time."""
-    was_apart = earlier[0] != earlier[1]
-    is_apart = later[0] != later[1]
-    return was_apart and is_apart and later[0] == earlier[1]
+    first = pairs[steps]
+    before = pairs[steps + 1 : steps + 2]
+    lines = {line for pair in pairs[: steps + 1] for line in pair}
+    if len(lines) == steps + 2:  # each line is another
+        were_together = all(line == other for line, other in before)
+        return first if were_together else None
+    waited = (first[1], first[1]) in before
+    return first if waited and steps >= _STEPS_IN_LOOP else None

@@ -291,12 +291,17 @@ class RankRecord:
         written = self.words[ENTRIES]
         return [self._entry(n) for n in range(written, max(0, written - min(count, RING)), -1)]
 
-    def calls_on(self, slot: int) -> dict[int, CallEntry]:
-        """Return the rank's last calls on one communicator by their numbers, of its last 32 calls in all.
+    def lines_on(self, slot: int, number: int) -> tuple[int, list[str]]:
+        """Return the rank, and the lines of its last calls on one communicator, the latest first, without barriers.
 
-        Args: slot: the index of the communicator's slot in `words`.
+        Only the rank's last 32 calls on all communicators count.
+
+        Args:
+            slot: the index of the communicator's slot in `words`.
+            number: the number of the latest call that counts.
         """
-        return {entry.number: entry for entry in self.last(RING // 2) if entry.slot == slot}
+        entries = [e for e in self.last(RING // 2) if e.slot == slot and e.number <= number]
+        return self.rank, [e.site for e in entries if not e.call.startswith("barrier")]
 
     def entry_of(self, slot: CommunicatorSlot) -> CallEntry | None:
         """Return the rank's last call on the slot's communicator.
