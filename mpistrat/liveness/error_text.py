@@ -45,8 +45,8 @@ def advice_for(error: BaseException, rank: int) -> str:
     """Return the last line of the report about `error`: "mpistrat: correct train.py:33 in main (rank 3): …".
 
     The line names a line of the user's program, and has the first line of the message of `error`; after a colon the
-    second line, too. If this package raised `error`, it has the whole message, or the first sentence (the cause) and
-    the last (the advice), if there is room. If another rank has raised the error, the place, the rank and the text are
+    second line, too. If this package raised `error`, it has the first paragraph of the message (the cause), and the
+    last sentence (the advice) if there is room. If another rank has raised the error, the place, the rank and the text are
     taken from its attribute `raised_by_rank`. An error of `mpistrat.errors` has a heading in docs/troubleshooting.md,
     and the line ends with it.
     """
@@ -57,31 +57,22 @@ def advice_for(error: BaseException, rank: int) -> str:
         )
         heading = next(map(" (docs/troubleshooting.md: {})".format, kinds), "")
         text = message_of(error) or type(error).__name__
-        place = f"{raised_at(error, 'the error above')} (rank {rank}): "
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
-            text = _cause_and_advice(text, _MOST_LETTERS - len(place))
-        advice = place + text
+            text = _cause_and_advice(text)
+        advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"
     first = re.match(r".*((?<=:)\n.*)?", advice)[0]  # type: ignore[index]
     short = textwrap.shorten(first, _MOST_LETTERS, placeholder=" …").rstrip(".")
     return f"mpistrat: correct {short}{heading}.\n"
 
 
-def _cause_and_advice(message: str, room: int) -> str:
-    """Return `message` in one line of at most `room` letters: as a whole, or its cause and its advice, or its cause.
+def _cause_and_advice(message: str) -> str:
+    """Return the first paragraph of `message`, and the last sentence of its last paragraph, in one line.
 
-    Args: message: a message of this package. Its first sentence is the cause, and its last sentence says what to do.
-        An indented list may follow the first sentence; the next paragraph begins with a capital letter.
+    Args: message: a message of this package. A later paragraph begins with a capital letter, and the last sentence says
+        what to do.
     """
-    listed = re.sub(r"(?<=[^.:;,])\n(?=  \S)", ";\n", message)
-    whole = " ".join(re.sub(r"(?<=[^.:;,])\n(?=[A-Z])", ".\n", listed).split())
-    if len(whole) <= room:
-        return whole
-    before_list = re.split(r"\n(?=[A-Z ])", message)[0]
-    last_paragraph = re.split(r"\n(?=[A-Z])", message)[-1]
-    cause = _BETWEEN_SENTENCES.split(" ".join(before_list.split()))[0]
-    advice = _BETWEEN_SENTENCES.split(" ".join(last_paragraph.split()))[-1]
-    both = f"{cause} … {advice}"
-    return both if len(both) <= room else cause
+    first, *later = [" ".join(text.split()) for text in re.split(r"\n(?=[A-Z])", message)]
+    return f"{first} … {_BETWEEN_SENTENCES.split(later[-1])[-1]}" if later else first
 
 
 def told_of(error: BaseException, rank: int) -> str:

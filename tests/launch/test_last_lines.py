@@ -35,7 +35,10 @@ def check(launcher: Launcher, name: str) -> None:
 MISTAKES = {
     "DDP": ("main", ".* is put around a Linear .* Leave DistributedDataParallel out, and .*"),
     "shards": ("main", "rank 3 of 4 has no data .* Give each rank data: .*"),
-    "worker": ("main", ".* worker process has died .* With num_workers=0 this rank reads the data itself, .*"),
+    "worker": (
+        "main",
+        ".* worker process has died .* With num_workers=0 this rank reads the data itself, .*",
+    ),
     "hook": ("wrong_hook", "no such layer"),
     "files": ("main", r"\[Errno 2\] No such file or directory: '/scratch/me/shard-\d.tar'"),
 }

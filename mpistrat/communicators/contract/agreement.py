@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.communicators.contract.call_signature import DIGEST_BITS, LINE_BITS
-from mpistrat.communicators.contract.left_out_calls import notice_of
+from mpistrat.communicators.contract.left_out_calls import find_left_out
 from mpistrat.communicators.node.shared_memory import FENCE
 from mpistrat.liveness.records.job_folder import record_of
 from mpistrat.liveness.records.record import CALLS, RANK, WORD, RankRecord
@@ -65,13 +65,6 @@ class CallAgreement(abc.ABC):
         self._compared[lines] += 1
         return self._compared[lines] <= _COMPARISONS_OF_LINES
 
-    def _finds(self, notice: str) -> bool:
-        """Keep `notice` if it is the first that is not "". Return whether it is."""
-        is_first = notice != "" and self._watch.left_out == ""
-        if is_first:
-            self._watch.left_out = notice
-        return is_first
-
 
 class SharedMemoryAgreement(CallAgreement):
     """The agreement of ranks on one node: each rank writes an 8-byte word to shared memory, and reads all other words.
@@ -106,25 +99,23 @@ class SharedMemoryAgreement(CallAgreement):
         for words, position in self._peers:
             for _ in self._reads:
                 found = words[position]
-                if found == word:
-                    break
-                if found & 0xFF == number:
-                    equal = self._is_same(words, position, word, found) and equal
+                if found == word or found & 0xFF == number:
                     break
             else:
-                equal = self.wait_for(words, position, number, word) and equal
+                found = self.wait_for(words, position, number)
+            if found != word:
+                equal = self._is_same(words, position, word, found) and equal
         if self._fence is not None:
             self._fence()
         return equal
 
-    def wait_for(self, words: memoryview, position: int, number: int, word: int) -> bool:
-        """Wait until another rank has entered call `number`. Return whether it makes the same call as this rank.
+    def wait_for(self, words: memoryview, position: int, number: int) -> int:
+        """Wait until another rank has entered call `number`. Return that rank's word.
 
         Args:
             words: the other rank's record.
             position: the index of the other rank's word in `words`.
             number: the low 8 bits of the call's number.
-            word: this rank's word.
         """
         following = (number + 1) & 0xFF
 
@@ -133,36 +124,34 @@ class SharedMemoryAgreement(CallAgreement):
 
         if not arrived():
             wait_until(arrived, self._watch)
-        found = words[position]
-        if found & 0xFF == following:
-            return True
-        return found == word or self._is_same(words, position, word, found)
+        return words[position]
 
     def _is_same(self, words: memoryview, position: int, word: int, found: int) -> bool:
-        """Whether two words with the number of this call stand for the same call.
+        """Whether another rank makes the same call as this rank, or has seen that it does.
 
-        If they do, and differ in the line, this tells it if one of the two ranks has left out a call.
+        If the ranks call at different lines, and one of them has left out a call, this gives a notice of it.
 
         Args:
             words: the other rank's record.
             position: the index of the other rank's word in `words`.
             word, found: the words of this rank and of the other rank; they differ.
         """
-        if (found ^ word) & _SAME_CALL:
+        differing = word ^ found
+        if differing & 0xFF:
+            return True  # the other rank is one call ahead
+        if differing & _SAME_CALL:
             return False
         if self._compares(word >> _LINE_FROM, found >> _LINE_FROM):
-            self._compare_lines(words, position)
+            own = self._watch.record
+            slot = self._watch.slot
+            number = own.words[slot + CALLS]
+            with contextlib.suppress(OSError):  # no common folder, or another rank has told it
+                other = RankRecord(record_of(own.folder, words[RANK]))
+                lines = own.lines_on(slot, number), other.lines_on(position - WORD, number)
+                if find_left_out(self._watch, *lines):
+                    with open(os.path.join(own.folder, "left-out"), "x", opener=private):
+                        tell(self._watch.left_out)
         return True
-
-    def _compare_lines(self, words: memoryview, position: int) -> None:
-        own = self._watch.record
-        number = own.words[self._watch.slot + CALLS]
-        with contextlib.suppress(OSError):  # the ranks have no common folder, or another rank has told it
-            other = RankRecord(record_of(own.folder, words[RANK]))
-            lines = own.lines_on(self._watch.slot, number)
-            if self._finds(notice_of(lines, other.lines_on(position - WORD, number))):
-                with open(os.path.join(own.folder, "left-out"), "x", opener=private):
-                    tell(self._watch.left_out)
 
 
 class MessageAgreement(CallAgreement):
@@ -190,16 +179,12 @@ class MessageAgreement(CallAgreement):
         largest, smallest = int(pair[0]), -int(pair[1])
         if largest >> LINE_BITS != smallest >> LINE_BITS:
             return False
-        if self._compares(largest & _LINE, smallest & _LINE):
-            self._compare_lines()
+        if self._compares(largest & _LINE, smallest & _LINE):  # all ranks have counted the same
+            record = self._watch.record
+            slot = self._watch.slot
+            lines = record.lines_on(slot, record.words[slot + CALLS])
+            first, *others = self._mpi.comm.allgather(lines)
+            for other in others:
+                if find_left_out(self._watch, first, other) and self._mpi.rank == 0:
+                    tell(self._watch.left_out)
         return True
-
-    def _compare_lines(self) -> None:
-        """Tell it if a rank has left out a call. Collective, because all ranks have counted the same calls."""
-        record = self._watch.record
-        slot = self._watch.slot
-        own = record.lines_on(slot, record.words[slot + CALLS])
-        first, *others = self._mpi.comm.allgather(own)
-        for other in others:
-            if self._finds(notice_of(first, other)) and self._mpi.rank == 0:
-                tell(self._watch.left_out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import zlib
 from typing import Any
 
@@ -21,8 +20,8 @@ _MOST_SITES = 256
 class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int, int]]):
     """From the line of the program that makes a call, (file, function, line), to the call's text and its stamp.
 
-    The text is for the rank's record. The stamp is `digest`, and above it a hash of the line: file name, function and
-    number. Missing ones are made at their first use.
+    The text is for the rank's record. The stamp is `digest`, and above it a hash of the line. Missing ones are made at
+    their first use.
     """
 
     def __init__(self, words: tuple[Any, ...], digest: int) -> None:
@@ -34,10 +33,9 @@ class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int, int]]):
             self.clear()
         file, function, line = site
         text, call_bytes = text_of(describe(self._words), f"{file}:{line} in {function}")
-        name = f"{os.path.basename(file)}:{line} in {function}"
-        line_hash = zlib.crc32(name.encode(errors="replace")) % (1 << LINE_BITS)
-        found = self[site] = text, call_bytes, line_hash << DIGEST_BITS | self._digest
-        return found
+        line_hash = zlib.crc32(text[call_bytes:]) % (1 << LINE_BITS)
+        self[site] = text, call_bytes, line_hash << DIGEST_BITS | self._digest
+        return self[site]
 
 
 class CallSignature:

@@ -8,25 +8,30 @@ other rank comes at its next call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+
+from mpistrat.liveness.records.watch import CommunicatorWatch
 
 # In a loop of two lines, ranks that make the calls in another order look as if one had left out a call, at first.
 _STEPS_IN_LOOP = 3
 
 
-def notice_of(first: tuple[int, Sequence[str]], second: tuple[int, Sequence[str]]) -> str:
-    """Return a notice if one of two ranks has left out a call that the other rank has made; else "".
+def find_left_out(watch: CommunicatorWatch, *ranks: tuple[int, Sequence[str]]) -> bool:
+    """Find out whether one of two ranks has left out a call, and set `left_out` of `watch` to the notice of it.
 
-    Args: first, second: the result of `RankRecord.lines_on` of each rank.
+    Args: ranks: the result of `RankRecord.lines_on` of each of the two ranks.
+    Returns: whether this is the first call that is found.
     """
-    for (made, own), (left, others) in ((first, second), (second, first)):
+    for (made, own), (left, others) in (ranks, ranks[::-1]):
         lines = left_out(own, others)
-        if lines is not None:
-            return (
+        if lines is not None and not watch.left_out:
+            watch.left_out = (
                 f"rank {left} left out the call at {lines[0]}: rank {made} made it together with rank {left}'s call at "
                 f"{lines[1]}. Every result since then mixes values of two lines of the program. Let all ranks make the "
                 "same calls, in the same order"
             )
-    return ""
+            return True
+    return False
 
 
 def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
@@ -36,7 +41,7 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
     it if this rank comes to where the other rank was, and the other rank goes on to a third line. In a loop of these
     lines four in a row show it. In either case the ranks made the call before these calls on one line.
 
-    Args: mine, others: the lines of two ranks' last calls, the latest first. Lines with one index met in one collective.
+    Args: mine, others: the lines of two ranks' last calls, the latest first. Lines of one index met in a collective.
     Returns: None if no call is known to be left out by the other rank.
     """
     pairs: list[tuple[str, str]] = []
@@ -44,7 +49,7 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
         if pairs[-1:] != [pair]:  # a line may make several calls
             pairs.append(pair)
     steps = 0
-    for (line, other), (earlier, earlier_other) in zip(pairs, pairs[1:], strict=False):
+    for (line, other), (earlier, earlier_other) in pairwise(pairs):
         if line != earlier_other or line == other or earlier == earlier_other:
             break
         steps += 1
@@ -52,9 +57,8 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
         return None
     first = pairs[steps]
     before = pairs[steps + 1 : steps + 2]
-    lines = {line for pair in pairs[: steps + 1] for line in pair}
-    if len(lines) == steps + 2:  # each line is another
-        were_together = all(line == other for line, other in before)
-        return first if were_together else None
-    waited = (first[1], first[1]) in before
-    return first if waited and steps >= _STEPS_IN_LOOP else None
+    were_together = all(line == other for line, other in before)
+    is_loop = len({line for pair in pairs[: steps + 1] for line in pair}) < steps + 2
+    if is_loop:  # the other rank makes its calls as before, but for one that it makes twice
+        were_together = steps >= _STEPS_IN_LOOP and (first[1], first[1]) in before
+    return first if were_together else None
