@@ -287,9 +287,9 @@ class CheckpointManager:
                 optimizer has other parameters on another rank, if an optimizer or a scheduler cannot go on from the
                 state of another class, or if a deterministic job has more or fewer replicas or threads.
             Later: ValueError for a dataset of another length in mid-epoch; ValueError on another number of ranks, for
-                an input that each rank reads for itself (a dataset
-                function, `local_batches=True`, or `AutoShardPolicy.OFF` on several ranks); ValueError on another number
-                of replicas, for an ON_READ variable with aggregation NONE; and the errors of the objects.
+                an input that each rank reads for itself (a dataset function, `local_batches=True`, or
+                `AutoShardPolicy.OFF` on several ranks); ValueError on another number of replicas, for an ON_READ
+                variable with aggregation NONE; and the errors of the objects.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore"):
             self._restore(functools.partial(self._restore_from, path))
