@@ -210,7 +210,8 @@ class Checkpoint:
                 )
             yield f"{text}, which goes on from that state. If you do not want that, make it {before} again"
         left = saved - self.objects.keys() - _NOT_OF_PROGRAM
-        has_input = any(isinstance(v, DistributedDataset) for v in self.objects.values())
+        inputs = (DistributedDataset, DistributedIterator)
+        has_input = any(isinstance(value, inputs) for value in self.objects.values())
         if left and (classes or has_input):
             yield (
                 f"this restore leaves out {', '.join(sorted(left))} of the checkpoint. To go on from there, give the "

@@ -147,13 +147,13 @@ def _check_python(state: Any) -> None:
 
 def _are_alike(states: Mapping[int, Any], name: str) -> bool:
     """Whether several ranks have saved equal states of the generators `name`. This may read the states of all ranks."""
-    texts = (_text(states[rank][name]) for rank in states)
+    texts = (json.dumps(states[rank][name], default=_as_list) for rank in states)
     first = next(texts)
     return len(states) > 1 and all(text == first for text in texts)
 
 
-def _text(state: Any) -> str:
-    return json.dumps(state, default=lambda array: array.tolist())
+def _as_list(array: Any) -> Any:
+    return array.tolist()
 
 
 def _set_python(state: Any) -> None:

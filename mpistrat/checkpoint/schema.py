@@ -33,7 +33,10 @@ def check(value: Any, schema: Schema, name: str) -> None:
     Raises: ValueError for the first part of `value` that does not fit, with the path to that part: "model.steps.0".
     """
     if callable(schema) and not isinstance(schema, type):
-        _call(schema, value, name)
+        try:
+            schema(value)
+        except Exception as error:  # any error of the function
+            raise ValueError(f"{name} is wrong: {error}") from None
     elif not _fits(value, schema):
         raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
     elif isinstance(schema, list):
@@ -42,14 +45,6 @@ def check(value: Any, schema: Schema, name: str) -> None:
     elif isinstance(schema, dict):
         for key, inner in schema.items():
             _check_entries(value, key, inner, name)
-
-
-def _call(function: Schema, value: Any, name: str) -> None:
-    """Call `function` with `value`. Raises: ValueError if the function raises any error."""
-    try:
-        function(value)
-    except Exception as error:  # any error of the function
-        raise ValueError(f"{name} is wrong: {error}") from None
 
 
 def _fits(value: Any, schema: Schema) -> bool:

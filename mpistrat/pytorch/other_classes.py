@@ -21,7 +21,7 @@ def classes_of(objects: Mapping[str, Any]) -> dict[str, str]:
     """
     classes = {}
     for name, value in objects.items():
-        if hasattr(value, "step") and not isinstance(value, torch.nn.Module):
+        if callable(getattr(value, "step", None)) and not isinstance(value, torch.nn.Module):
             parts = getattr(value, "_schedulers", None) or ()
             classes[name] = "/".join(type(part).__name__ for part in (value, *parts))
     return classes

@@ -435,6 +435,7 @@ OWN_STATES: list[tuple[str, Path_, tuple[Any, ...]]] = [
     ("state.json", ("strategy", "dict", "num_replicas_in_sync"), (*NO_COUNT, 0)),
     ("state.json", ("steps", "dict", "value"), (None, 3, "x", [])),
     ("state.json", ("loader",), (None, 3, "x", [])),
+    ("state.json", ("classes of objects",), (None, 3, "x", [], {"optimizer": 3})),
     *(
         ("rank-00000.json", ("dict", name, "dict", field), (*NO_COUNT, HUGE))
         for name in ("seen", "random")

@@ -115,6 +115,10 @@ def test_schedules() -> None:
     assert not fits(Warm(optimizer, 9), "Old", cosine.state_dict())
 
 
+class Progress:
+    step = 3  # no method: this is no optimizer
+
+
 def test_names_of_classes() -> None:
     optimizer = optimizer_of(torch.optim.Adam)
     parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.StepLR(optimizer, 3)]
@@ -123,7 +127,7 @@ def test_names_of_classes() -> None:
         "optimizer": optimizer,
         "schedule": lr_scheduler.SequentialLR(optimizer, parts, [2]),
         "scaler": torch.amp.GradScaler("cpu"),
-        "other": {},
+        "progress": Progress(),
     }
     assert classes_of(objects) == {
         "optimizer": "Adam",
