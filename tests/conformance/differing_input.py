@@ -40,6 +40,15 @@ def sizes_as_read(case: Case) -> Any:
     return {**expect, "element_spec": specs}
 
 
+def with_the_last_batch(case: Case) -> Any:
+    """The first replica gets the rest of a range, and each other replica a batch of no examples."""
+    expect, source = case["expect"], case["inputs"]["source"]
+    read = sum(batch["shape"][0] for step in expect["steps"] for batch in step)
+    rests = [list(range(read, source["n"])), *[[]] * (case["replicas"] - 1)]
+    last = [{"dtype": "int64", "shape": [len(rest)], "data": rest} for rest in rests]
+    return {**expect, "steps": [*expect["steps"], last]}
+
+
 def _shapes(encoded: Any) -> list[list[int]]:
     """Of the arrays of a structure, in tf.nest's order."""
     if is_array(encoded):

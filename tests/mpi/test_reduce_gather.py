@@ -146,6 +146,119 @@ def test_dtypes_survive(strategy):
     assert (total.dtype, total.tolist()) == (torch.bfloat16, [n / 2, triangle(n)])
 
 
+NARROW = {"int8": 100, "uint8": 200, "int16": 30_000, "int32": 2**31 - 1}
+POLICIES = {
+    "none": lambda: ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]),
+    "deterministic": lambda: ms.MultiWorkerMirroredStrategy(deterministic=True),
+    "one device": lambda: ms.MirroredStrategy(
+        ["cpu:0", "cpu:1"], cross_device_ops=ms.ReductionToOneDevice()
+    ),
+    "one replica": lambda: ms.OneDeviceStrategy("cpu"),
+}
+
+
+def dtype_of(make, name):
+    return np.dtype(name) if make is np.array else getattr(torch, name)
+
+
+@every_library
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_narrow_integers_are_added_up_in_int64(policy, dtype, make):
+    """A mean has the dtype of every mean of integers, and a sum that fits has the operands' dtype."""
+    strategy, number, kind = POLICIES[policy](), NARROW[dtype], dtype_of(make, dtype)
+    value = make([number, 1], dtype=kind)
+    mean_of_replica = strategy.run(lambda: ms.get_replica_context().all_reduce("mean", value))
+    values = strategy.run(lambda: value)
+    means = [
+        strategy.experimental_local_results(mean_of_replica)[0],
+        strategy.reduce("mean", values, axis=None),
+        strategy.extended.reduce_to("mean", values, "cpu:0"),
+        strategy.extended.batch_reduce_to("mean", [(values, "cpu:0")])[0],
+    ]
+    for mean in means:
+        assert mean.tolist() == make([number, 1.0], dtype=mean.dtype).tolist()
+        assert str(mean.dtype).endswith("float64" if dtype == "int32" else "float32")
+    rows = strategy.run(lambda: make([[1, number]] * 300, dtype=kind))
+    over_rows = strategy.reduce("mean", rows, axis=0)
+    assert over_rows.tolist() == make([1.0, number], dtype=over_rows.dtype).tolist()
+    small = strategy.reduce("sum", strategy.run(lambda: make([2, 1], dtype=kind)), axis=0)
+    assert (small.dtype, int(small)) == (kind, 3 * strategy.num_replicas_in_sync)
+
+
+@every_library
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_sum_that_its_dtype_cannot_hold_is_an_error_on_all_ranks(strategy, dtype, make):
+    n, number = strategy.num_replicas_in_sync, NARROW[dtype]
+    rows = strategy.run(lambda: make([number] * 3, dtype=dtype_of(make, dtype)))
+    for axis, terms in ((0, 3 * n), (None, n))[: 1 + (n > 1)]:
+        errors = errors_of_ranks(lambda axis=axis: strategy.reduce("sum", rows, axis=axis))
+        assert {name for name, _, _ in errors} == {"InvalidArgumentError"}
+        words = f"a sum of {dtype} values", f"magnitude {terms * number},", "Convert the values"
+        assert all(word in text for _, text, _ in errors for word in words)
+    assert_usable(strategy)
+
+
+def test_the_read_of_a_sum_that_its_dtype_cannot_hold(strategy):
+    n, on_read = strategy.num_replicas_in_sync, ms.VariableSynchronization.ON_READ
+    with strategy.scope():
+        seen = ms.Variable(
+            np.int8(0), synchronization=on_read, aggregation=ms.VariableAggregation.SUM
+        )
+    strategy.run(lambda: seen.assign_add(np.int8(-100)))
+    errors = errors_of_ranks(seen.read_value)
+    assert {name for name, _, _ in errors} == {"InvalidArgumentError" if n > 1 else ""}
+
+
+def test_sums_of_other_unsigned_integers_wrap_around(strategy):
+    """As checksums do."""
+    n = strategy.num_replicas_in_sync
+    for dtype in ("uint16", "uint32", "uint64"):
+        bits = 8 * np.dtype(dtype).itemsize
+        value = strategy.run(lambda dtype=dtype, bits=bits: np.array([2**bits - 1], dtype))
+        assert strategy.reduce("sum", value, axis=None).tolist() == [(2**bits - n) % 2**bits]
+
+
+def masked(i=0):
+    return np.ma.array([1.0, 100.0, 3.0], mask=[False, True, False])
+
+
+MASKED_CALLS = {
+    "sum over an axis": lambda s: s.reduce("sum", masked(), axis=0),
+    "greatest over an axis": lambda s: s.reduce("max", masked(), axis=0),
+    "variable": lambda s: ms.Variable(masked()),
+    "assign": lambda s: ms.Variable(np.zeros(3)).assign(masked()),
+    "assign to a tensor": lambda s: ms.Variable(torch.zeros(3)).assign(masked()),
+    "loss": lambda s: s.run(lambda: ms.compute_average_loss(masked())),
+    "rows": lambda s: ms.IndexedSlices(masked(), [0, 1, 2]),
+}
+MASKED_CALLS_OF_REPLICAS = {
+    "sum": lambda s: s.reduce("sum", per_replica(s, masked), axis=None),
+    "greatest": lambda s: s.reduce("max", per_replica(s, masked), axis=None),
+    "all": lambda s: s.gather(per_replica(s, masked), axis=0),
+    "sum in a replica": lambda s: s.run(
+        lambda: ms.get_replica_context().all_reduce("sum", {"loss": masked()})
+    ),
+    "all in a replica": lambda s: s.run(lambda: ms.get_replica_context().all_gather(masked(), 0)),
+}
+
+
+@pytest.mark.parametrize("call", {**MASKED_CALLS, **MASKED_CALLS_OF_REPLICAS})
+def test_a_masked_array_is_an_error_on_all_ranks(strategy, call):
+    """One replica needs no copy elsewhere, so that it keeps the mask."""
+    of_replicas = MASKED_CALLS_OF_REPLICAS.get(call)
+    if of_replicas is not None and strategy.num_replicas_in_sync == 1:
+        result = of_replicas(strategy)
+        kept = result["loss"] if isinstance(result, dict) else result
+        assert kept.mask.tolist() == masked().mask.tolist()
+        return
+    errors = errors_of_ranks(lambda: {**MASKED_CALLS, **MASKED_CALLS_OF_REPLICAS}[call](strategy))
+    assert {name for name, _, _ in errors} == {"TypeError"}
+    words = "masked array", "float64[3] with 1 masked", "array.filled("
+    assert all(word in text for _, text, _ in errors for word in words)
+    assert_usable(strategy)
+
+
 def test_reduce_detaches(strategy):
     value = per_replica(strategy, lambda i: torch.ones(2, requires_grad=True) * 2)
     assert not strategy.reduce("sum", value, axis=None).requires_grad
@@ -298,6 +411,7 @@ def test_all_ranks_calls_are_wrong(pair, wrong):
 DIFFERENT = {
     "shape": (ones, lambda i: np.ones(4)),
     "dtype": (ones, lambda i: np.ones(3, "f4")),
+    "narrow dtype": (lambda i: np.ones(3, "i1"), lambda i: np.ones(3, "i4")),
     "keys": (lambda i: {"a": np.ones(3)}, lambda i: {"b": np.ones(3)}),
     "structure": (lambda i: [np.ones(3)], lambda i: (np.ones(3),)),
     "number of leaves": (lambda i: [np.ones(3)], lambda i: [np.ones(3), np.ones(3)]),
