@@ -46,6 +46,14 @@ def test_replicas_are_those_of_all_ranks(strategy) -> None:
     assert ids == tuple(range(RANK * k, RANK * k + k))
 
 
+def test_an_epoch_goes_on_as_long_as_any_replica_has_data(strategy) -> None:
+    n, k = strategy.num_replicas_in_sync, strategy.extended.num_local_replicas
+    batches = [np.ones(1)] * (k + (RANK == SIZE - 1))  # the last rank has one more
+    distributed = strategy.distribute_datasets_from_function(lambda context: batches)
+    sizes = [strategy.reduce("sum", step, axis=0) for step in distributed]
+    assert [float(size) for size in sizes] == [n, 1]
+
+
 @pytest.mark.parametrize("length", [1, 3, 5000])
 def test_updates_count_once(strategy, make, length: int) -> None:
     n = strategy.num_replicas_in_sync

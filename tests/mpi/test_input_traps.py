@@ -259,6 +259,75 @@ def test_one_replica_reads_what_the_loader_gives(make):
     assert read == expected
 
 
+class Curriculum(torch.utils.data.Sampler):
+    """Its batches follow the number of steps that the program has made."""
+
+    done = 0
+
+    def __iter__(self):
+        for _ in range(3):
+            yield [4 * self.done + i for i in range(4)]
+
+    def __len__(self):
+        return 3
+
+
+class Drawing(torch.utils.data.Sampler):
+    """It draws each example when it is asked for it, from three global generators."""
+
+    def __iter__(self):
+        for _ in range(12):
+            yield int(torch.randint(4, ())) + random.randrange(4) + int(np.random.randint(4))
+
+    def __len__(self):
+        return 12
+
+
+def in_turn_with(sampler, batches, whole=lambda batch: batch):
+    """The batches of a loop that draws from the generators, and moves the sampler on, in each step."""
+    torch.manual_seed(4)
+    random.seed(4)
+    np.random.seed(4)
+    read = []
+    for _ in range(2):
+        sampler.done = 0
+        for (batch,) in batches:
+            read.append(whole(batch).tolist())
+            read.append([float(torch.rand(())), random.random(), np.random.rand()])
+            sampler.done += 1
+    return read
+
+
+def curriculum():
+    sampler = Curriculum()
+    return sampler, DataLoader(DATASET, batch_sampler=sampler)
+
+
+def drawing():
+    sampler = Drawing()
+    return sampler, DataLoader(DATASET, 5, sampler=sampler)
+
+
+@pytest.mark.parametrize("make", [curriculum, drawing])
+def test_a_sampler_of_the_program_is_asked_when_torch_asks_it(make):
+    """Then one rank reads the same values as without a strategy."""
+    alone = ms.MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF)
+    expected = in_turn_with(*make())
+    sampler, loader = make()
+    assert in_turn_with(sampler, alone.prepare(loader)) == expected
+
+
+def test_all_ranks_read_a_curriculum_step_by_step(strategy):
+    sampler, loader = curriculum()
+    options = ms.InputOptions(experimental_per_replica_buffer_size=2)
+    batches = strategy.experimental_distribute_dataset(loader)
+    ahead = strategy.experimental_distribute_dataset(loader, options)
+    whole = lambda batch: strategy.gather(batch, axis=0)  # noqa: E731
+    for distributed, steps in ((batches, [0, 1, 2]), (ahead, [0, 0, 2])):
+        read = in_turn_with(sampler, distributed, whole)[:6:2]
+        assert read == [[4 * step + i for i in range(4)] for step in steps]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
 def test_pinned_batches(strategy, workers):

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 from torch.utils.data import DataLoader, TensorDataset
 
 import mpistrat as ms
+from support.rank_errors import errors_of_ranks
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 BATCH = 4 * SIZE
@@ -161,3 +163,67 @@ def test_uneven_parts_in_run(notices: list[str]) -> None:
     program = Program(strategy)
     strategy.run(lambda: mean(program, program.part(15 * SIZE + 1)))
     assert len(notices) == (RANK == 0 and SIZE > 1)
+
+
+def two_loaders(strategy: ms.Strategy, size: int, other: int) -> list[float]:
+    """Losses without a size, each right where the parts of the two steps tell them apart."""
+    batches = [TensorDataset(torch.ones(n, 1)) for n in (size, other)]
+    loaders = [strategy.prepare(DataLoader(data, len(data))) for data in batches]
+    scale = torch.ones((), requires_grad=True)
+    losses = []
+    for (x,), (z,) in zip(*loaders, strict=True):
+
+        def step(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            total = sum(ms.compute_average_loss(part[:, 0] * scale) for part in (x, z))
+            return ms.get_replica_context().all_reduce("sum", total.detach())
+
+        losses.append(float(strategy.run(step, (x, z))))
+    return losses
+
+
+@pytest.mark.mpi(min_size=2)
+def test_two_loaders_whose_parts_do_not_tell_the_size() -> None:
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="sum")
+    errors = errors_of_ranks(lambda: two_loaders(strategy, 5 * SIZE - 1, 5 * SIZE))
+    assert {name for name, _, _ in errors} == {"ValueError"}
+    words = f"[{5 * SIZE - 1}, {5 * SIZE}] examples", f"by {SIZE} replicas", "global_batch_size=…"
+    assert all(word in text for _, text, _ in errors for word in words)
+
+
+def test_two_loaders_of_whole_parts() -> None:
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="sum")
+    assert two_loaders(strategy, 2 * SIZE, 7 * SIZE) == [2.0]
+    assert two_loaders(strategy, SIZE + 1, SIZE + 1) == [2.0]
+
+
+def test_loaders_that_take_turns() -> None:
+    """Each backward is of the last step alone."""
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="sum")
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1, bias=False)
+    sizes = (5 * SIZE - 1, 5 * SIZE)
+    iterators = [
+        iter(strategy.prepare(DataLoader(TensorDataset(torch.ones(2 * n, 1)), n))) for n in sizes
+    ]
+    for _ in range(2):
+        for iterator in iterators:
+            model.zero_grad()
+            strategy.run(
+                lambda x: ms.compute_average_loss(model(x)[:, 0]).backward(), next(iterator)
+            )
+            assert model.weight.grad.item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kind", [torch.ones, np.ones])
+def test_shard_of_arrays_of_several_sizes(kind: Any) -> None:
+    strategy = ms.MultiWorkerMirroredStrategy()
+    nest = {"examples": kind((2, 4 * SIZE)), "weights": kind((2, 3))}
+    with pytest.raises(
+        ValueError, match=rf"divides dimension 1 .*got \[{4 * SIZE}, 3\]. Leave out"
+    ):
+        strategy.shard(nest, dim=1)
+    assert [part.shape[0] for part in strategy.shard(list(nest.values()))] in (
+        [2, 2],
+        [1, 1],
+        [0, 0],
+    )

@@ -175,8 +175,12 @@ def test_a_strategys_dataset_is_for_the_coordinator(start: Start) -> None:
         with pytest.raises(ValueError, match="create_per_worker_dataset"):
             use()
     coordinator = start(1).coordinator
-    iterator = iter(coordinator.create_per_worker_dataset(unbuilt))
-    assert coordinator.schedule(next, args=(iterator,)).get() == 7
+    functions = lambda: unbuilt, lambda: UnbuiltDataset(lambda: [7])  # as in TensorFlow's guide
+    for source in (unbuilt, *functions):
+        iterator = iter(coordinator.create_per_worker_dataset(source))
+        assert coordinator.schedule(next, args=(iterator,)).get() == 7
+    with pytest.raises(ValueError, match="must return a dataset"):
+        coordinator.create_per_worker_dataset(lambda: UnbuiltDataset(lambda: 7))
 
 
 def test_values_per_worker(start: Start) -> None:
