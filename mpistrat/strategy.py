@@ -266,9 +266,10 @@ class Strategy(RankMethods):
                 these axes; a MEAN is then the sum of all elements divided by their number.
         Returns:
             a value, or a nest like `value`, on this rank's first device and without autograd history. The mean of
-            integers is a float.
+            integers is a float: float32 for integers of 8 and 16 bits, else float64.
         Raises:
             ValueError: `axis` is out of range, or the operation is SUM or PRODUCT and `value` is not distributed.
+            InvalidArgumentError: on all ranks, if a sum of int8, int16, int32 or uint8 does not fit that dtype.
             CollectiveMismatchError: on all ranks, if the ranks' operands differ.
         """
         with spans.current.range("strategy.reduce"):

@@ -167,7 +167,8 @@ class MpiAllReduce(CrossDeviceOps):
         Returns: for each value a new array in its dtype (a MEAN of integers is a float), a Python number for Python
             numbers, IndexedSlices for IndexedSlices. The components keep their values.
 
-        Raises: InvalidArgumentError, on the other ranks CollectiveMismatchError, if components cannot be combined.
+        Raises: InvalidArgumentError, on the other ranks CollectiveMismatchError, if components cannot be combined;
+            InvalidArgumentError, on all ranks, if a sum of int8, int16, int32 or uint8 does not fit that dtype.
         """
         results, kinds = _plain(values) if options is None else ([], None)
         packs = self._packs.get((reduce_op, label, kinds))

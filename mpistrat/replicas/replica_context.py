@@ -136,10 +136,11 @@ class ReplicaContext:
             options: options of this collective.
         Returns:
             the same structure, equal on every replica. Sums and means of torch tensors are differentiable to any order:
-                the gradient is the same reduction of the upstream gradients.
+                the gradient is the same reduction of the upstream gradients. The mean of integers is a float.
         Raises:
             CollectiveMismatchError: on all ranks, if the operands differ between ranks.
-            InvalidArgumentError: if the operands differ between one rank's replicas.
+            InvalidArgumentError: if the operands differ between one rank's replicas; or, on all ranks, if a sum of
+                int8, int16, int32 or uint8 does not fit that dtype.
             NotImplementedError: on all ranks, for MAX, MIN or PRODUCT of a tensor that requires a gradient, or of
                 `IndexedSlices`.
             RuntimeError: outside this replica's run.
