@@ -218,9 +218,10 @@ class CrossReplicaOps:
         """
         if self.num_replicas == 1:
             return [self.reduce_to(op, value, where, options) for value, where in pairs]
-        narrow = accumulation.narrow_dtypes([[first_component(value)] for value, _ in pairs])
-        if self.custom is not None and op.adds_up and not narrow:
-            return self._batch_reduce_by(self.custom, op, pairs, options)
+        if self.custom is not None and op.adds_up:
+            firsts = [[first_component(value)] for value, _ in pairs]
+            if not accumulation.narrow_dtypes(firsts):
+                return self._batch_reduce_by(self.custom, op, pairs, options)
 
         def over_ranks(reducer: MpiAllReduce, chosen: list[int]) -> list[Any]:
             return reducer.batch_reduce(op, [pairs[i] for i in chosen], options)

@@ -194,14 +194,15 @@ def _values_of_all(
     return values
 
 
-# A byte that is sent as a 32-bit float takes four times its memory. So packs of more bytes are sent as bytes.
+# A byte that is sent as a 32-bit float takes four times its memory. So packs of more bytes are sent as they are.
 _MOST_BYTES_AMONG_FLOATS = 2**16
 
 
 class _BytePack:
-    """A flat buffer of the buffers of one device that get the first replica's values, as bytes: numbers from 0 to 255.
+    """A flat buffer of the bytes of a device's buffers that get the first replica's values, as int64 or as floats.
 
-    All replicas but the first of all send zeros, so the sum over replicas has the first replica's values.
+    All replicas but the first of all send zeros, so the sum over replicas has the first replica's values. An int64 is
+    eight bytes, and a float is a byte, a number from 0 to 255.
     Args:
         groups: a list of buffers' indices for each dtype. The widest dtype comes first, so that each is aligned.
         copies: the tensor of each replica of this rank, by the buffer's index.
@@ -210,28 +211,31 @@ class _BytePack:
     def __init__(self, groups: Sequence[Sequence[int]], copies: _Copies) -> None:
         self._groups = [(group, [copies[i][0].detach() for i in group]) for group in groups]
         joined = [packing.concatenated(tensors) for _, tensors in self._groups]
-        self._bytes = torch.cat([flat.view(torch.uint8) for flat in joined])
+        flat = torch.cat([part.view(torch.uint8) for part in joined])
+        padding = flat.new_zeros(-len(flat) % 8)
+        self._bytes = torch.cat([flat, padding])
+        self._sent = self._bytes.view(torch.int64)
         self._others = len(copies[groups[0][0]]) - 1
 
     def send_as(self, dtype: torch.dtype) -> None:
-        """Convert the bytes to floats of `dtype`, so that they are sent with other floats. Large packs stay bytes.
+        """Convert the bytes to floats of `dtype`, so that they are sent with other floats. Large packs stay int64.
 
         Args: dtype: has 16 bits or more, so that it holds each number up to 255 exactly.
         """
         if len(self._bytes) <= _MOST_BYTES_AMONG_FLOATS:
-            self._bytes = self._bytes.to(dtype)
+            self._sent = self._bytes.to(dtype)
 
     def components(self, is_first: bool) -> list[torch.Tensor]:
-        """Return the contribution of each replica of this rank: the bytes or zeros.
+        """Return the contribution of each replica of this rank: the packed bytes or zeros.
 
         Args: is_first: whether this rank has the first replica of all. Only this replica contributes the bytes.
         """
-        zeros = torch.zeros_like(self._bytes)
-        return [self._bytes if is_first else zeros, *[zeros] * self._others]
+        zeros = torch.zeros_like(self._sent)
+        return [self._sent if is_first else zeros, *[zeros] * self._others]
 
     def values_of(self, total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield pairs of a buffer's index and the first replica's values. Args: total: the sum of all contributions."""
-        left = total.to(torch.uint8)
+        left = total.to(torch.uint8) if total.is_floating_point() else total.view(torch.uint8)
         for group, like in self._groups:
             size = sum([tensor.nbytes for tensor in like])
             pieces = packing.unpack(left[:size].view(like[0].dtype), like)
@@ -242,7 +246,7 @@ class _BytePack:
 def _byte_packs(copies: _Copies, floats: Sequence[int], firsts: Sequence[int]) -> list[_BytePack]:
     """Return a pack of the buffers `firsts` for each device, in the widest dtype of `floats` on the same device.
 
-    Without floats there, or if the pack is large, it is a pack of bytes.
+    Without floats there, or if the pack is large, it is a pack of int64.
     """
     like = {i: tensors[0] for i, tensors in copies.items()}
     groups: dict[torch.device, list[list[int]]] = {}
