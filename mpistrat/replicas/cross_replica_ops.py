@@ -137,8 +137,10 @@ class CrossReplicaOps:
         if axis is not None:
             return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
         if self.num_replicas == 1:
-            alone = [accumulation.of_one_replica(op, first_component(leaf)) for leaf in flat]
-            return [arrays.detach_read(leaf) for leaf in alone]
+            return [
+                arrays.detach_read(accumulation.of_one_replica(op, first_component(leaf)))
+                for leaf in flat
+            ]
         results: dict[int, Any] = {}
         components: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
