@@ -368,7 +368,9 @@ def sum_over(array: Array, axes: tuple[int, ...]) -> Array:
     """
     if is_bool(array):
         raise TypeError(f"cannot sum booleans (shape {tuple(array.shape)}); cast to an integer")
-    dtype = dtype_like("int64", array) if is_narrow(array.dtype) else array.dtype
+    dtype = array.dtype
+    if is_narrow(dtype):
+        dtype = dtype_like("int64", array)
     return api.array_namespace(array).sum(array, axis=axes, dtype=dtype)
 
 

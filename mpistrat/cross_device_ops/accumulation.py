@@ -83,7 +83,9 @@ def _dtype_of(value: Any) -> Any:
 
 def widened(value: Any) -> Any:
     """Return an array of narrow integers (`arrays.is_narrow`) as int64, and any other value itself."""
-    return arrays.cast(value, "int64") if arrays.is_narrow(_dtype_of(value)) else value
+    if arrays.is_narrow(_dtype_of(value)):
+        return arrays.cast(value, "int64")
+    return value
 
 
 def narrow_dtypes(values: Sequence[Sequence[Any]]) -> str:
@@ -119,7 +121,9 @@ def _narrowed(total: Any, dtype: Any) -> Any:
     if not arrays.is_narrow(dtype):
         return total
     if arrays.is_floating(total):
-        return arrays.cast(total, "float32") if dtype.itemsize <= 2 else total
+        if dtype.itemsize <= 2:
+            return arrays.cast(total, "float32")
+        return total
     result = arrays.cast(total, dtype)
     if not arrays.is_on_xla(total) and (result != total).any():
         raise InvalidArgumentError(

@@ -176,9 +176,10 @@ class MpiAllReduce(CrossDeviceOps):
         narrow = ""
         if packs is None:
             narrow = accumulation.narrow_dtypes(values)
-            communicator, results, packs = self._prepare(
-                reduce_op, values, options, narrow + label, None if narrow else kinds
-            )
+            if narrow:
+                label = narrow + label
+                kinds = None
+            communicator, results, packs = self._prepare(reduce_op, values, options, label, kinds)
         elif self._implementation is not CommunicationImplementation.AUTO:
             communicator = communicator.by(self._implementation)
         for pack in packs:
@@ -188,7 +189,9 @@ class MpiAllReduce(CrossDeviceOps):
                 results[i] = piece
         if reduce_op is not ReduceOp.SUM or kinds is None:
             results = self._finished(reduce_op, results, values)
-        return accumulation.narrowed(communicator, results, values) if narrow else results
+        if narrow:
+            results = accumulation.narrowed(communicator, results, values)
+        return results
 
     def _finished(
         self, reduce_op: ReduceOp, totals: list[Any], values: Sequence[Sequence[Any]]

@@ -520,7 +520,9 @@ def _agreed_depth(copies: DeviceCopies, dataset: DistributedDataset) -> int:
     if True not in needed:
         return 0
     ahead = dataset._options.experimental_per_replica_buffer_size
-    return ahead - 1 if dataset._reader.asks_late else ahead
+    if dataset._reader.asks_late:
+        ahead -= 1
+    return ahead
 
 
 def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any:

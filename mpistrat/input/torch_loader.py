@@ -439,7 +439,9 @@ class LoaderReader(ReplayedReader):
                 # The sampler draws its seed here, so that this rank's generator stays in step with rank 0's.
                 next(batches, None)
             batches = iter(())  # rank 0's indices are used
-        length = self._ahead if self.asks_late else _BATCHES_OF_FIRST_MESSAGE
+        length = _BATCHES_OF_FIRST_MESSAGE
+        if self.asks_late:
+            length = self._ahead
         while True:
             block: list[list[int]] = []
             with communicator.raising_together():

@@ -274,8 +274,9 @@ class DatasetOfWorker:
     def __init__(self, source: Any) -> None:
         dataset = source if isinstance(source, Iterable) else source()
         if isinstance(dataset, UnbuiltDataset):
-            inner = dataset.source
-            dataset = inner if isinstance(inner, Iterable) else inner()
+            dataset = dataset.source
+            if not isinstance(dataset, Iterable):
+                dataset = dataset()
         if not isinstance(dataset, Iterable):
             raise ValueError(
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
