@@ -81,10 +81,7 @@ class Mirroring(StrategyModules):
             self._mirror_tensors(new)
         return new
 
-    def before_run(self) -> None:
-        for slot in self.registry.buffers:
-            slot.begin_step()
-        self.mirror_new()
+    before_run = mirror_new
 
     def has_made(self, module: Module) -> bool:
         return self.recorder.knows(module)

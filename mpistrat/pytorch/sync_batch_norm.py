@@ -33,15 +33,18 @@ def _update_bn(loader: Any, model: torch.nn.Module, device: Any = None) -> None:
     looks at its own input alone: each rank may read all examples.
     """
     owner: Any = getattr(loader, "strategy", None)
-    block = owner.replica() if hasattr(owner, "replica") else contextlib.nullcontext()
+    block: Any = contextlib.nullcontext()
+    if hasattr(owner, "replica"):
+        block = owner.replica()
     norms: list[Any] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     with block:
         strategy = get_strategy()
         runs = strategy.runs
 
         def forward(norm: Any, input: torch.Tensor) -> Any:
-            is_part = strategy.runs > runs
-            return (_forward if is_part else type(norm).forward)(norm, input)
+            if strategy.runs > runs and norm.training and strategy.num_replicas_in_sync > 1:
+                return _forward(norm, input)
+            return type(norm).forward(norm, input)
 
         for norm in norms:
             norm.forward = functools.partial(forward, norm)

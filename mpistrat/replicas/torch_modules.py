@@ -76,12 +76,14 @@ class TorchModules:
         return self.needed and "torch" in sys.modules
 
     def before_run(self) -> None:
-        """Mirror new modules before replicas compute.
+        """Note that a step begins, and mirror new modules before replicas compute.
 
         Called by: every rank, in `run`, at the beginning of `replica()`, and at `next` of a distributed dataset in it.
         """
         if self.are_seen:
-            self.get().before_run()
+            modules = self.get()
+            modules.registry.begin_step()
+            modules.before_run()
 
     def after_run(self) -> None:
         """Tell the keeper that a run on this rank has ended without an error. Called by: strategies with servers."""

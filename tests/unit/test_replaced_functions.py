@@ -65,6 +65,8 @@ def is_ours(value):
     value = value.fget if isinstance(value, property) else value
     if not isinstance(value, types.FunctionType):
         return False
+    if "decorate_context" in value.__qualname__:  # a function of torch that calls a function of ours
+        return any(is_ours(cell.cell_contents) for cell in value.__closure__)
     return value.__code__.co_filename.startswith(os.path.dirname(mpistrat.__file__) + os.sep)
 
 found = {}
@@ -102,7 +104,7 @@ def test_the_page_lists_what_is_replaced() -> None:
 
 
 def test_each_has_a_reason_and_a_test() -> None:
-    assert len(ROWS) == 24
+    assert len(ROWS) == 25
     for name, reason, hook, file, test in ROWS:
         assert len(reason) > 10, name
         assert len(hook) > 5, name

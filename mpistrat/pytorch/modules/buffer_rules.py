@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from torch.nn import Module
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.pytorch.modules.registry import is_inexact
-from mpistrat.pytorch.modules.strategy_modules import all_modules
+from mpistrat.pytorch.modules.registry import all_registries, is_inexact
 
 RULES = ("min", "max", "sum", "mean", "first", "local")
 # Words in the names of running means and of the counts of their updates: "running_var", "embed_avg", "ema_loss".
@@ -35,8 +34,8 @@ def declare(root: Module, rules: Mapping[str, str]) -> None:
             )
         for owner in owners:
             _declared.setdefault(owner, {})[key] = rule
-            for of_strategy in all_modules:
-                slot = of_strategy.registry.buffer(owner, key)
+            for registry in all_registries:
+                slot = registry.buffer(owner, key)
                 if slot is not None:
                     slot.declare(rule)
 
@@ -55,4 +54,6 @@ def rule_of(module: Module, key: str) -> str:
     if key in _EXTREMES and not averages:
         return _EXTREMES[key]
     is_mean = averages or not _OF_MEANS.isdisjoint(key.lower().split("_"))
-    return "mean" if is_mean or key in module._non_persistent_buffers_set else ""
+    if is_mean or key in module._non_persistent_buffers_set:
+        return "mean"
+    return ""

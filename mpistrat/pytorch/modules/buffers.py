@@ -41,7 +41,7 @@ def snapshot(registry: Registry) -> Snapshot:
     found = [(slot, slot.module(), slot.tensor()) for slot in registry.buffers]
     written = {id(module) for slot, module, tensor in found if slot.changed(tensor)}
     return [
-        (tensor, _DIFFERS if slot.differs and not slot.rule else id(module) in written)
+        (tensor, max(id(module) in written, _DIFFERS * slot.differs))
         for slot, module, tensor in found
     ]
 
@@ -95,9 +95,9 @@ def reduce(
         label: the call's name in reports.
     """
     numbers, shapes, negatives = flags.reshape(-1, 3).T
-    of_data = [slots[i] for i in np.flatnonzero(numbers == _DIFFERS).tolist()]
-    if of_data:
-        _tell_of(of_data, parts.group.communicator.rank)
+    different = np.flatnonzero(numbers == _DIFFERS).tolist()
+    if different:
+        _tell_of([slots[i] for i in different], parts.group.communicator.rank)
     copies: _Copies = {}
     groups: _Groups = {rule: [] for rule in RULES}
     for i in np.flatnonzero((numbers > 0) & (shapes == -negatives)).tolist():
@@ -108,11 +108,12 @@ def reduce(
         groups[rule].append(i)
         if rule != "local":
             copies[i] = tensors
-    values = _values_of_all(parts, slots, copies, groups, label)
-    compares = parts.strategy.runs < _FIRST_STEPS and not parts.replicas.records_steps
-    for i, (first, *_) in copies.items():
-        if compares and not slots[i].rule:
-            slots[i].differs = _is_of_data(parts, first, values[i].view(first.shape))
+    values = _sums_of_all(parts, slots, copies, groups, label)
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        extremes = {i: copies[i] for i in groups[op.name.lower()]}
+        results = parts.ops.over_ranks.all_reduce(op, list(extremes.values()), label=label)
+        values.update(zip(extremes, results, strict=True))
+    _compare(parts, slots, copies, values)
     _write(slots, copies, values)
     for slot in slots:
         slot.in_step = False
@@ -123,7 +124,7 @@ def reduce(
 def _tell_of(slots: Sequence[BufferSlot], rank: int) -> None:
     """Let rank 0 say once that forwards write `slots` from each replica's own data."""
     for slot in slots:
-        slot.rule = "mean"
+        slot.declare("mean")
     if rank == 0:
         names = ", ".join(slot.name for slot in slots)
         tell(
@@ -133,62 +134,68 @@ def _tell_of(slots: Sequence[BufferSlot], rank: int) -> None:
         )
 
 
-def _is_of_data(parts: ModuleParts, tensor: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether this rank's copy of a buffer differs from the result, or is the number of examples of this rank.
+def _compare(
+    parts: ModuleParts,
+    slots: Sequence[BufferSlot],
+    copies: _Copies,
+    values: Mapping[int, torch.Tensor],
+) -> None:
+    """Note the buffers without a rule that this rank has written from its own data. Does nothing after the first steps.
 
-    The copies of such a count are equal if the ranks' parts of a batch are. A count of one example for each step is
-    taken for a count of steps.
+    Such a copy differs from the result, or it is the number of this rank's examples. Copies of that number are equal if
+    the ranks' parts of a batch are. A count of one example for each step is taken for a count of steps.
     """
+    runs = parts.strategy.runs
+    if runs >= _FIRST_STEPS or parts.replicas.records_steps:
+        return
     examples = parts.strategy.extended.given_steps.examples
-    if examples is not None and examples[0] > 1 and tensor.numel() == 1:
-        counted = int(examples[0]) * parts.strategy.runs
-        if tensor.item() == counted:
-            return True
-    # A mean of equal numbers of 16 bits may differ by 1 %.
-    return not torch.allclose(tensor, result, rtol=0.02, equal_nan=True)
+    for i, (tensor, *_) in copies.items():
+        if not slots[i].rule:
+            is_number = tensor.numel() == 1 and examples is not None and examples[0] > 1
+            counts = is_number and tensor.item() == runs * examples[0]
+            result = values[i].view(tensor.shape)
+            # A mean of equal numbers of 16 bits may differ by 1 %.
+            is_like = torch.allclose(tensor, result, rtol=0.02, equal_nan=True)
+            slots[i].differs = bool(counts) or not is_like
 
 
-def _values_of_all(
+def _sums_of_all(
     parts: ModuleParts,
     slots: Sequence[BufferSlot],
     copies: _Copies,
     groups: _Groups,
     label: str,
 ) -> dict[int, torch.Tensor]:
-    """Return the result for each buffer in `copies`, by index. Collective. Args: groups: the indices by rule."""
+    """Return the results for means, sums and first replicas' values, by the buffer's index. Collective."""
     means = groups["mean"]
-    sums = groups["sum"]
     is_first = parts.group.first_replica_id == 0
     packs: list[_BytePack] = []
     contributions = [copies[i] for i in means]
     if parts.replicas.records_steps:  # the sum covers all replicas that run one program
-        sums_of_rank = [parts.replicas.sum_of_rank(copies[i][0].detach()) for i in means]
+        sums_of_rank = [
+            parts.replicas.sum_of_rank(tensors[0].detach()) for tensors in contributions
+        ]
         contributions = [[total] for total in sums_of_rank]
-        if sums or groups["min"] or groups["max"]:
+        if groups["sum"] or groups["min"] or groups["max"]:
             raise NotImplementedError(
                 "with TPUs, reduce_buffers takes mean, first and local: no sum, min and max"
             )
     else:
         packs = _byte_packs(copies, means, groups["first"])
-    for i in sums:
+    for i in groups["sum"]:
         increments = [copy - slots[i].base for copy in copies[i]]
         if is_first:  # one replica sends the value that the increments are added to
             increments[0] = copies[i][0]
         contributions.append(increments)
+        label += " and a sum"  # so the ranks notice if not all have declared it
     contributions += [pack.components(is_first) for pack in packs]
-    if sums:
-        label = f"{label}, {len(sums)} of them sums"  # so all ranks have the same rules
     totals = parts.ops.over_ranks.all_reduce(ReduceOp.SUM, contributions, label=label)
-    values = dict(zip([*means, *sums], totals, strict=False))
+    values = dict(zip([*means, *groups["sum"]], totals, strict=False))
     if means:
         count = parts.group.num_replicas_in_sync
         values.update(zip(means, torch._foreach_div(totals[: len(means)], count), strict=True))
     for pack, total in zip(packs, totals[len(values) :], strict=True):
         values.update(pack.values_of(total))
-    for op in (ReduceOp.MIN, ReduceOp.MAX):
-        indices = groups[op.name.lower()]
-        extremes = parts.ops.over_ranks.all_reduce(op, [copies[i] for i in indices], label=label)
-        values.update(zip(indices, extremes, strict=True))
     if parts.replicas.records_steps:
         values.update(_broadcast(parts, copies, groups["first"], label))
     return values

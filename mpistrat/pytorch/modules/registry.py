@@ -44,7 +44,7 @@ class BufferSlot:
         rule: how the replicas' copies become one, from `buffer_rules.rule_of`; "" if it is not known.
         base: the value that a sum had before the replicas' writes; None for other rules.
         in_step: whether a step has begun since the copies were last equal.
-        differs: whether this rank's copy of a buffer without a rule has differed from the result.
+        differs: whether this rank's copy has differed from the result; always False for a buffer with a rule.
     """
 
     name: str
@@ -76,13 +76,13 @@ class BufferSlot:
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
         """Record that the replicas' tensors are equal now. Args: copies: a tensor per replica of this rank, or None."""
         self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
-        self.in_step = False
-        tensor = self.tensor() if self.rule == "sum" else None
-        self.base = None if tensor is None else tensor.detach().clone()
+        if self.rule == "sum" and (tensor := self.tensor()) is not None:
+            self.base = tensor.detach().clone()
 
     def declare(self, rule: str) -> None:
         """Let the copies become one by `rule` from now on, and a sum begin with the present value."""
         self.rule = rule
+        self.differs = False
         self.settle([self.tensor()])
 
     def begin_step(self) -> None:
@@ -138,6 +138,9 @@ def is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+all_registries: weakref.WeakSet[Registry] = weakref.WeakSet()  # of all strategies
+
+
 class Registry:
     """The slots of a strategy's mirrored parameters and buffers. It does not keep a dropped model alive.
 
@@ -151,6 +154,7 @@ class Registry:
         self.buffers: list[BufferSlot] = []
         self._slot_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._buffer_of: dict[tuple[int, str], BufferSlot] = {}
+        all_registries.add(self)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._slot_of
@@ -190,6 +194,11 @@ class Registry:
         slot = self._buffer_of[id(module), key] = BufferSlot(name, weakref.ref(module), key, rule)
         self.buffers.append(slot)
         return slot
+
+    def begin_step(self) -> None:
+        """Note that a step begins: a `run`, or a step of a distributed dataset inside `Strategy.replica()`."""
+        for slot in self.buffers:
+            slot.begin_step()
 
     def clear(self) -> None:
         """Forget all parameters and buffers."""

@@ -1,11 +1,13 @@
 """Buffers that a forward writes: a replica's own in the forward, one value for whoever reads afterwards."""
 
+import contextlib
 import copy
 import gc
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import mpistrat as ms
 from support.training.whole_batch import (
@@ -18,6 +20,7 @@ from support.training.whole_batch import (
     loss_of,
     own,
     plain_step,
+    replica_id,
 )
 
 MOMENTUM = 0.1
@@ -483,3 +486,209 @@ def test_a_module_that_one_rank_alone_still_has(one_per_rank: ms.Strategy) -> No
     assert len(kept) == strategy.is_first
     mean, _ = averaged_statistics(strategy)
     torch.testing.assert_close(model.state_dict()["body.0.running_mean"], mean)
+
+
+class Ruled(torch.nn.Linear):
+    """A buffer for each rule of `reduce_buffers`, written from the replica's own data."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 2)
+        self.register_buffer("least", torch.zeros(2))
+        self.register_buffer("greatest", torch.tensor(0, dtype=torch.int8))
+        self.register_buffer("seen", torch.tensor(10))
+        self.register_buffer("total", torch.full((2,), 10.0))
+        self.register_buffer("tags", torch.zeros(2))
+        self.register_buffer("state", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = replica_id() + 1
+        self.least.clamp_(max=-value)
+        self.greatest.clamp_(min=value)
+        self.seen += value
+        self.total = self.total + value
+        self.tags.fill_(value + 0.1)
+        self.state.fill_(value)
+        output: torch.Tensor = super().forward(x)
+        return output
+
+
+def ruled(strategy: ms.Strategy) -> torch.nn.Module:
+    model = build(strategy, Ruled)
+    rules = {"least": "min", "greatest": "max", "seen": "sum"}
+    ms.reduce_buffers(torch.nn.ModuleList([model]), **rules, total="sum", tags="first")
+    ms.reduce_buffers(model, state="local")
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_rules_of_buffers(replicas: int, notices: list[str]) -> None:
+    """A sum counts each amount once, whenever it is made, and goes on from a value that the program sets."""
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    strategy = ms.MultiWorkerMirroredStrategy(devices=devices, gradients="sum")
+    model = ruled(strategy)
+    n = strategy.num_replicas_in_sync
+    each_step = n * (n + 1) // 2
+
+    def step(with_backward: bool) -> torch.Tensor:
+        output = model(mine(strategy)).sum()
+        if with_backward:
+            output.backward()
+        return model.state.clone()
+
+    def check(expected: int) -> None:
+        state = model.state_dict()
+        assert state["least"].tolist() == [-n, -n]
+        assert state["greatest"].item() == n
+        assert state["seen"].item() == expected
+        assert state["total"].tolist() == [expected, expected]
+        assert state["tags"].tolist() == [1.1, 1.1]
+
+    states = strategy.run(step, (True,))
+    check(10 + each_step)
+    strategy.run(step, (False,))
+    check(10 + 2 * each_step)
+    for with_backward in (False, False, True):
+        strategy.run(step, (with_backward,))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    check(10 + 5 * each_step)
+    model.seen.zero_()
+    model.total = torch.zeros(2, dtype=torch.float64)
+    strategy.run(step, (True,))
+    check(each_step)
+    model.load_state_dict(saved)
+    strategy.run(step, (False,))
+    check(10 + 6 * each_step)
+    first = strategy.extended.first_replica_id
+    for i, state in enumerate(strategy.experimental_local_results(states)):
+        assert state.tolist() == [first + i + 1] * 2
+    assert not [notice for notice in notices if "reduce_buffers" in notice]
+
+
+def test_sums_in_a_block(one_per_rank: ms.Strategy) -> None:
+    """With parts of several sizes, accumulated gradients, an evaluation, and a counter that is set back in an epoch."""
+    strategy = one_per_rank
+    model = ruled(strategy)
+    n = strategy.num_replicas_in_sync
+    each_step = n * (n + 1) // 2
+    examples = torch.utils.data.TensorDataset(torch.randn(9, FEATURES, dtype=torch.float64))
+    loader = strategy.prepare(torch.utils.data.DataLoader(examples, batch_size=4))
+    with strategy.replica():
+        for i, (x,) in enumerate(loader):
+            with strategy.no_sync() if i == 1 else contextlib.nullcontext():
+                model(x).sum().backward()
+            if i == 0:
+                model.seen.zero_()
+        assert model.seen.item() == 2 * each_step
+        assert model.total.tolist() == [10 + 3 * each_step] * 2
+        model.total.zero_()
+        with torch.no_grad():
+            for (x,) in loader:
+                model(x)
+        assert model.seen.item() == 5 * each_step
+        assert model.total.tolist() == [3 * each_step] * 2
+
+
+class OfData(torch.nn.Module):
+    """Buffers without a rule, and buffers that a name, a base class or an argument tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(FEATURES, 2)
+        for name in ("seen", "steps", "greatest", "running_mean", "cache", "table"):
+            saved = name != "cache"
+            self.register_buffer(name, torch.tensor(0.0), persistent=saved)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        self.steps += 1
+        self.greatest.fill_(replica_id())
+        self.running_mean.lerp_(x.mean(), 0.1)
+        self.cache = x.sum()
+        output: torch.Tensor = self.linear(x)
+        return output
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("declares", [False, True])
+def test_a_notice_names_buffers_without_a_rule(declares: bool, notices: list[str]) -> None:
+    strategy = ms.MultiWorkerMirroredStrategy()
+    with strategy.replica():
+        model = strategy.prepare(OfData())
+        if declares:
+            ms.reduce_buffers(model, seen="sum", greatest="mean")
+        n = strategy.num_replicas_in_sync
+        examples = torch.utils.data.TensorDataset(torch.randn(9 * n, FEATURES))
+        loader = strategy.prepare(torch.utils.data.DataLoader(examples, batch_size=3 * n))
+        for (x,) in loader:
+            model(x).sum().backward()
+    found = [notice for notice in notices if "reduce_buffers" in notice]
+    assert len(found) == (strategy.is_first and not declares)
+    for notice in found:
+        assert "write OfData.seen, OfData.greatest from" in notice
+        assert "(model, seen=…)" in notice
+    assert model.seen.item() == (9 * n if declares else 9)
+    assert model.steps.item() == 3
+
+
+class MinMaxObserver(torch.nn.Module):
+    """Has the names of torch.ao's class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("min_val", torch.tensor(float("inf")))
+        self.register_buffer("max_val", torch.tensor(-float("inf")))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.min_val.clone()
+        self.min_val.copy_(torch.minimum(low, torch.tensor(-1.0 * replica_id())))
+        self.max_val.copy_(torch.maximum(self.max_val, torch.tensor(1.0 * replica_id())))
+        return x
+
+
+class MovingAverageMinMaxObserver(MinMaxObserver):
+    pass
+
+
+def test_observers_of_torch_have_rules(one_per_rank: ms.Strategy, notices: list[str]) -> None:
+    strategy = one_per_rank
+    with strategy.scope():
+        model = torch.nn.ModuleList([MinMaxObserver(), MovingAverageMinMaxObserver()])
+    for _ in range(2):
+        strategy.run(lambda: [observer(torch.ones(1)) for observer in model] and None)
+        state = model.state_dict()
+    last = strategy.num_replicas_in_sync - 1
+    assert [state["0.min_val"].item(), state["0.max_val"].item()] == [-last, last]
+    assert -last <= state["1.min_val"].item() <= -last / 2
+    assert not notices or not any("reduce_buffers" in notice for notice in notices)
+
+
+class Frozen(torch.nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> "Frozen":
+        return super().train(False)
+
+
+def test_update_bn_computes_statistics_of_all_ranks(one_per_rank: ms.Strategy) -> None:
+    """As on one rank, with parts of several sizes. A loader that each rank reads to its end is left alone."""
+    strategy = one_per_rank
+    model = torch.nn.Sequential(normalized(), torch.nn.BatchNorm1d(2), Frozen(2).train()).double()
+    strategy.mirror(model)
+    data = [[x, y] for (x, y), _ in zip(batches(), range(2), strict=False)]
+    whole = torch.utils.data.TensorDataset(*(torch.cat(part) for part in zip(*data, strict=True)))
+    plain = torch.utils.data.DataLoader(whole, batch_size=BATCH)
+    alone = AveragedModel(model)
+    update_bn(plain, alone)
+    loader = strategy.prepare(plain)
+
+    def check(several: Any) -> None:
+        averaged = AveragedModel(model)
+        update_bn(several, averaged)
+        torch.testing.assert_close(dict(averaged.state_dict()), dict(alone.state_dict()))
+        assert not any("forward" in vars(module) for module in averaged.modules())
+
+    check(loader)
+    with strategy.replica():
+        check(loader)
+        check(batch for batch in loader)
+        check(plain)
+        if strategy.is_first:
+            check(plain)
