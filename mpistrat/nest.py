@@ -1,7 +1,8 @@
 """Nested structures: lists, tuples, namedtuples and mappings of leaves.
 
-The rules are tf.distribute's: any `Mapping` is a structure, too, and every other value is a leaf. A mapping is walked
-in the order of its sorted keys, because ranks may fill their dictionaries in different orders.
+The rules are tf.distribute's: any `Mapping` is a structure, too, and every other value is a leaf. So are
+`torch.Size` and `PackedSequence`, though they are tuples: their elements alone do not make them. A mapping is walked in
+the order of its sorted keys, because ranks may fill their dictionaries in different orders.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+# Says of a structure whether it is a leaf nevertheless; None: no structure is.
+IsLeaf: TypeAlias = Callable[[Any], bool] | None
 # The leaves of a structure, its text by `describe`, and a function from a list of leaves to a structure of that shape.
 _Apart: TypeAlias = tuple[list[Any], str, Callable[[list[Any]], Any]]
 
@@ -24,7 +27,25 @@ def is_structure(value: object) -> bool:
 # Cached: asking whether a class is a Mapping takes longer than everything else in this file.
 @functools.lru_cache(maxsize=1024)
 def _is_structure(kind: type) -> bool:
-    return issubclass(kind, (list, tuple, Mapping))
+    if issubclass(kind, tuple):
+        return not _constructs_itself(kind)
+    return issubclass(kind, (list, Mapping))
+
+
+def _constructs_itself(kind: type) -> bool:
+    """Whether a tuple of class `kind` needs more than its elements: `torch.Size`, torch's `PackedSequence`.
+
+    False for namedtuples, also for those that have a method `to` but no constructor of their own.
+    """
+    owner = next(base for base in kind.__mro__ if "__new__" in vars(base))
+    is_of_torch = hasattr(kind, "to") or hasattr(kind, "numel")
+    return is_of_torch and "_fields" not in vars(owner)
+
+
+def is_of_program(structure: Any) -> bool:
+    """Whether the class of `structure` is neither Python's own nor a namedtuple, so that it may have attributes."""
+    is_own = type(structure).__module__ in ("builtins", "collections")
+    return not (is_own or hasattr(structure, "_fields"))
 
 
 def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
@@ -52,29 +73,31 @@ def rebuild(like: Any, children: list[Any]) -> Any:
     return type(like)(children)
 
 
-def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
+def map_structure(fn: Callable[[Any], Any], structure: Any, is_leaf: IsLeaf = None) -> Any:
     """Return a structure of the shape of `structure`, with `fn(leaf)` in place of each leaf.
 
     `fn` is called in the order of `flatten`. If `structure` is no structure, the result is `fn(structure)`.
     """
     if not is_structure(structure):
         return fn(structure)
-    leaves, _, arrange = take_apart(structure)
+    leaves, _, arrange = take_apart(structure, is_leaf)
     return arrange([fn(leaf) for leaf in leaves])
 
 
-def flatten(structure: Any) -> list[Any]:
+def flatten(structure: Any, is_leaf: IsLeaf = None) -> list[Any]:
     """Return the leaves of `structure` in order; a value that is no structure is the only leaf."""
-    return take_apart(structure)[0]
+    return take_apart(structure, is_leaf)[0]
 
 
-def take_apart(structure: Any) -> _Apart:
+def take_apart(structure: Any, is_leaf: IsLeaf = None) -> _Apart:
     """Return the leaves of a structure, its text by `describe`, and a function that makes such a structure of leaves.
 
     The function takes a list of as many leaves and returns a structure of the shape of `structure`. If `structure` is
     no structure, it is the only leaf, and its text is "*".
+
+    Args: is_leaf: is called with `structure`, and with the structures in it.
     """
-    if not is_structure(structure):
+    if not is_structure(structure) or (is_leaf is not None and is_leaf(structure)):
         return [structure], "*", operator.itemgetter(0)
     keys = sorted_keys(structure) if isinstance(structure, Mapping) else None
     children = structure if keys is None else list(map(structure.__getitem__, keys))
@@ -82,7 +105,7 @@ def take_apart(structure: Any) -> _Apart:
     leaves = list(children)
     inside: Sequence[str] = ["*"] * len(leaves)
     if not _are_leaves(children):
-        nested = list(map(take_apart, children))
+        nested = [take_apart(child, is_leaf) for child in children]
         parts, inside, _ = zip(*nested, strict=True)
         leaves = list(itertools.chain(*parts))
     first, last = "[]" if isinstance(structure, list) else "()"
@@ -109,6 +132,10 @@ def _arranged(
     if keys is not None:
         by_key = dict(zip(keys, children, strict=True))
         children = list(map(by_key.__getitem__, structure))
+    if is_of_program(structure):
+        before = structure.values() if keys is not None else structure
+        if all(new is old for new, old in zip(children, before, strict=True)):
+            return structure  # has attributes that `rebuild` does not know
     return rebuild(structure, children)
 
 

@@ -324,7 +324,11 @@ def select_replica(index: int, structure: Any) -> Any:
     return structure
 
 
-def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
+def regroup(
+    values: Sequence[Any],
+    always_wrap: bool = False,
+    may_differ: bool = False,
+) -> Any:
     """Combine the results of this rank's replicas into one structure of distributed values.
 
     The first replica's result gives the structure. If a leaf is the same object on all replicas, that object is the
@@ -337,34 +341,38 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         values: one result for each replica of this rank.
         always_wrap: whether each leaf but a variable becomes `PerReplica`, also with a single replica. If False, a
             single replica's result is returned as it is.
-    Raises: AssertionError if the replicas' structures differ.
+        may_differ: whether parts that differ in structure become `PerReplica` as a whole, and so does an object of a
+            class of the program.
+    Raises: AssertionError if the replicas' structures differ, and `may_differ` is False.
     """
     first = values[0]
     if len(values) == 1 and not always_wrap:
         return first
-    if not nest.is_structure(first):
+    if not nest.is_structure(first) or (may_differ and nest.is_of_program(first)):
         return _regrouped_leaf(values, always_wrap)
-    children = [_children(value, values) for value in values]
-    regrouped = [regroup(parts, always_wrap) for parts in zip(*children, strict=True)]
-    return nest.rebuild(first, regrouped)
+    children = [_children(value, first) for value in values]
+    if None not in children:
+        columns = zip(*children, strict=True)
+        return nest.rebuild(first, [regroup(parts, always_wrap, may_differ) for parts in columns])
+    if may_differ:
+        return _regrouped_leaf(values, always_wrap)
+    described = ", ".join(f"replica {i}: {nest.describe(value)}" for i, value in enumerate(values))
+    raise AssertionError(
+        f"all replicas must return the same structure (list, tuple, keys); got {described}"
+    )
 
 
-def _children(value: Any, values: Sequence[Any]) -> list[Any]:
+def _children(value: Any, first: Any) -> list[Any] | None:
     """Return the elements of `value`, a replica's list, tuple or mapping, in the order of the first replica's result.
 
-    Args: values: all replicas' results.
-    Raises: AssertionError if `value` has another kind, length or other keys than the first of `values`.
+    Returns: None if `value` has another kind, length or other keys than `first`.
     """
-    first = values[0]
     if isinstance(first, Mapping):
         if isinstance(value, Mapping) and set(value) == set(first):
             return [value[key] for key in first]
     elif isinstance(value, list if isinstance(first, list) else tuple) and len(value) == len(first):
         return list(value)
-    described = ", ".join(f"replica {i}: {nest.describe(value)}" for i, value in enumerate(values))
-    raise AssertionError(
-        f"all replicas must return the same structure (list, tuple, keys); got {described}"
-    )
+    return None
 
 
 def _regrouped_leaf(values: Sequence[Any], always_wrap: bool) -> Any:

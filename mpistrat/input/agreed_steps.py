@@ -11,7 +11,6 @@ import numpy as np
 from mpistrat import arrays, nest
 from mpistrat.communicators import reducing
 from mpistrat.input.batches import spec_of, without_examples
-from mpistrat.input.element_spec import ArraySpec
 from mpistrat.input.prefetch import Prefetcher
 from mpistrat.input.readers import Reader, check_all_have_some, knowing_what_follows
 from mpistrat.input.splitting import EMPTY, MISSING, ReplicaPieces
@@ -93,9 +92,9 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         self._steps_left: int | None = None  # None: not known
         self._sure = 0  # steps that all ranks make before they ask again
         self._has_asked = False
-        # A batch with the structure of this rank's batches, to make batches of no examples.
+        # A batch with the structure of this rank's batches, to make batches of no examples. Its number of examples.
         self._template: Any = None
-        self._structure: str | None = None
+        self._template_count: int | None = None
 
     def __next__(self) -> ReplicaPieces:
         step = self._read() if self._asks_nobody else self._agreed()
@@ -104,7 +103,8 @@ class AgreedSteps(Iterator[ReplicaPieces]):
                 end = f"end of the dataset after {self._steps_done} steps, as many on all ranks"
                 self._communicator.barrier(label=end)
             raise StopIteration
-        step[:] = map(self._filled, step)
+        counts = [None] * len(step) if step.examples is None else step.examples
+        step[:] = map(self._filled, step, counts)
         self._steps_done += 1
         return step
 
@@ -120,30 +120,33 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         self._position = step.position
         return step
 
-    def _filled(self, entry: Any) -> Any:
+    def _filled(self, entry: Any, count: int | None) -> Any:
         """Return the batch of a step's entry; a batch of no examples if the entry is EMPTY or MISSING (no data).
 
-        Raises: ValueError if the batch has another structure than earlier batches, or if the dataset has no example to
-            copy the structure from.
+        Args: count: number of examples of the entry; None if not known.
+        Raises: ValueError if a batch of no examples cannot be made, for this entry or, surely, for a later one.
         """
-        if _has_examples(entry):
-            self._template = entry
-        else:
-            if self._template is None:
-                self._template = self._reader.template()
-            if self._template is None:
-                raise ValueError(
-                    "this rank needs a batch of no examples, but the dataset has no example to copy its structure from"
-                )
-            entry = without_examples(self._template)
-        structure = nest.take_apart(entry)[1]
-        if self._structure not in (None, structure):
-            raise ValueError(
-                f"the dataset changes its structure: step {self._steps_done} is {structure}, earlier steps were "
-                f"{self._structure}"
-            )
-        self._structure = structure
+        if not _has_examples(entry):
+            return self._without_examples()
+        is_first = self._template is None
+        self._template = entry
+        self._template_count = count
+        if is_first and self._reader.ends_short():
+            self._without_examples()
         return entry
+
+    def _without_examples(self) -> Any:
+        """Return a batch of no examples, with the structure of this rank's last batch, or of an example.
+
+        Raises: ValueError if the dataset has no example, or if its batches cannot be made batches of no examples.
+        """
+        if self._template is None:
+            self._template = self._reader.template()
+        if self._template is None:
+            raise ValueError(
+                "this rank needs a batch of no examples, but the dataset has no example to copy its structure from"
+            )
+        return without_examples(self._template, self._template_count)
 
     def _agreed(self) -> ReplicaPieces | None:
         step, error = None, None
@@ -226,41 +229,62 @@ class AgreedSteps(Iterator[ReplicaPieces]):
     def _ask_first(self, words: list[int], step: ReplicaPieces | None) -> tuple[int, int]:
         """Return the maxima of the ranks' `words` (the results of `_words`). Called by: every rank, for the first step.
 
-        It also learns the structure of the batches, and the epoch's number of steps if the ranks know it.
+        It also learns a batch of no examples, and the epoch's number of steps if the ranks know it.
 
-        Raises: ValueError on all ranks, if their batches differ in structure or dtype, or, without `partial`, if only
-            some ranks have data.
+        Raises: ValueError on all ranks, if some ranks have no data, and the epoch is not `partial`, or a batch of no
+            examples cannot be made for them.
         """
-        batch = next(filter(_has_examples, step or ()), None)
         answers = self._communicator.all_gather_object(
-            (words, self._reader.num_steps(), None if batch is None else spec_of(batch)),
+            (words, self._reader.num_steps(), _outline_of(step or ())),
             label="first step of the distributed dataset: every rank must call next()",
         )
-        words_by_rank, lengths, specs = zip(*answers, strict=True)
+        words_by_rank, lengths, outlines = zip(*answers, strict=True)
         steps, failures = zip(*words_by_rank, strict=True)
         if _FAILED not in steps:
             if not self._partial and not self._steps_done:
                 check_all_have_some([*map(abs, steps)])
-            self._learn_template(specs)
+            if None in outlines:
+                self._learn_template(outlines)
             if self._reader.steps_agreed or (self._partial and None not in lengths):
                 self._steps_left = max(lengths) - self._steps_done - 1
         return max(steps), max(failures)
 
-    def _learn_template(self, specs: Sequence[Any]) -> None:
-        """Make a batch of no examples from the first known spec, in case this rank has no batch to copy.
+    def _learn_template(self, outlines: Sequence[Any]) -> None:
+        """Learn a batch of no examples for the ranks without a batch.
 
-        Args: specs: the spec of each rank's first batch, in rank order; None for a rank without a batch.
-        Raises: ValueError if the specs differ in structure or dtype.
+        Args: outlines: the result of `_outline_of` of each rank, in rank order.
+        Raises: ValueError if the batches differ in structure or dtype, or if no such batch can be made.
         """
-        known = {rank: spec for rank, spec in enumerate(specs) if spec is not None}
-        kinds = [nest.map_structure(_without_sizes, spec) for spec in known.values()]
+        specs = {}
+        for rank, outline in enumerate(outlines):
+            if isinstance(outline, ValueError):
+                raise outline
+            if outline is not None:
+                (self._template,) = outline
+                specs[rank] = spec_of(self._template)
+        kinds = [nest.map_structure(_without_sizes, spec) for spec in specs.values()]
         if kinds != kinds[:1] * len(kinds):
-            by_rank = "; ".join(f"rank {rank}: {spec}" for rank, spec in known.items())
+            by_rank = "; ".join(f"rank {rank}: {spec}" for rank, spec in specs.items())
             raise ValueError(
                 f"the ranks read batches of different structures or dtypes ({by_rank}): give all ranks the same kind"
             )
-        for spec in [*known.values()][:1]:
-            self._template = nest.map_structure(ArraySpec.empty, spec)
+
+
+def _outline_of(step: Sequence[Any]) -> Any:
+    """Return a tuple of a batch of no examples, like the first batch in `step`.
+
+    Returns: None if `step` has no batch; the ValueError if a batch of no examples cannot be made.
+    """
+    for entry in filter(_has_examples, step):
+        try:
+            return (nest.map_structure(_on_host, without_examples(entry)),)
+        except Exception as error:
+            return ValueError(str(error))
+    return None
+
+
+def _on_host(leaf: Any) -> Any:
+    return arrays.to_host(leaf) if arrays.is_torch(leaf) else leaf
 
 
 def _has_examples(entry: Any) -> bool:

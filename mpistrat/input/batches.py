@@ -1,49 +1,89 @@
-"""Batches are nested structures of arrays. The first dimension of each array counts the examples."""
+"""Batches are nested structures of arrays and of lists. The first dimension of each array counts the examples."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import operator
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpistrat import arrays, nest
+from mpistrat.input.batch_structure import (
+    is_list,
+    lists_of_examples,
+    rows_of,
+)
 from mpistrat.input.element_spec import ArraySpec
 from mpistrat.values import DistributedValues
 
+_OF_A_DTYPE = str, bytes, int, float, complex
+
 
 class Batches:
-    """Measures, cuts and joins batches of arrays. It implements `splitting.Kind`."""
+    """Measures, cuts and joins batches. It implements `splitting.Kind`."""
 
     def size(self, batch: Any) -> int:
         """Return the number of examples in `batch`.
 
-        Raises: ValueError if a leaf is not an array or has no dimension, or if the leaves' first dimensions differ.
+        Raises: ValueError if a leaf is neither None, nor an array with dimensions, nor a list of examples; if the
+            leaves have different numbers of examples; or if that number cannot be told.
         """
-        sizes = {_first_dimension(leaf) for leaf in nest.flatten(batch)}
-        if len(sizes) != 1:
+        sizes: set[Any] = set()
+        lists = []
+        for leaf in nest.flatten(batch, lambda part: part is not batch and is_list(part)):
+            rows = rows_of(leaf)
+            if is_list(leaf):
+                lists.append(leaf)
+            elif rows is not None:
+                sizes.add(rows)
+            elif leaf is not None:
+                raise ValueError(
+                    "a dataset must yield batches of arrays whose first dimension is the batch; call batch first. "
+                    f"Got {leaf!r:.60}"
+                )
+        if not sizes:
+            known = {len(part) for part in lists} | {rows_of(leaf) for leaf in nest.flatten(lists)}
+            sizes = {size for size in known if all(_readings(part, size) for part in lists)}
+        if len(sizes) != 1 or any(_readings(part, *sizes) != 1 for part in lists if part):
             raise ValueError(
-                "all parts of a batch must have the same first dimension, the GLOBAL batch size; got "
-                f"{sorted(sizes)}"
+                f"all parts of a batch must have the same first dimension, the GLOBAL batch size; got {sorted(sizes)}. "
+                "A list may have arrays of all examples, or an item for each example, if only one is possible. Put "
+                "arrays of all examples in a dict; or give a map-style DataLoader, which is not cut"
             )
-        return sizes.pop()
+        return int(sizes.pop())
 
     def cut(self, batch: Any, part: slice) -> Any:
-        return nest.map_structure(operator.itemgetter(part), batch)
+        def piece(leaf: Any) -> Any:
+            if nest.is_structure(leaf):
+                return nest.rebuild(leaf, list(leaf)[part])
+            return None if leaf is None else leaf[part]
+
+        return nest.map_structure(piece, batch, lists_of_examples(batch, self.size(batch)))
 
     def join(self, parts: list[Any]) -> Any:
-        return nest.pack_like(parts[0], [arrays.concatenate(column) for column in _columns(parts)])
+        lists = [lists_of_examples(part, self.size(part)) for part in parts]
+        return _combined(_joined, [*map(nest.take_apart, parts, lists)])
 
 
-def _first_dimension(leaf: Any) -> int:
-    if not arrays.is_array(leaf) or leaf.ndim == 0:
-        raise ValueError(
-            "a dataset must yield batches of arrays whose first dimension is the batch; call batch first. "
-            f"Got {leaf!r:.60}"
-        )
-    return int(leaf.shape[0])
+def _joined(leaves: tuple[Any, ...]) -> Any:
+    first = leaves[0]
+    if nest.is_structure(first):
+        return nest.rebuild(first, [item for leaf in leaves for item in leaf])
+    return None if first is None else arrays.concatenate(leaves)
+
+
+def _readings(part: Any, count: int | None) -> int:
+    """Return in how many ways the list `part` may be read in a batch of `count` examples.
+
+    It may have an item for each example, or arrays of all examples.
+    """
+    if count is None:
+        return 0
+    if {rows_of(leaf) for leaf in nest.flatten(part)} == {count}:
+        return 1 + (len(part) == count)
+    return int(lists_of_examples(None, count)(part))
 
 
 def collate(examples: list[Any]) -> Any:
@@ -52,20 +92,21 @@ def collate(examples: list[Any]) -> Any:
     Raises: ValueError if the examples differ in structure, or arrays in shape; RuntimeError if torch tensors differ in
         shape.
     """
-    return nest.pack_like(examples[0], [_stack(column) for column in _columns(examples)])
+    return _combined(_stack, [nest.take_apart(example) for example in examples])
 
 
-def _columns(structures: list[Any]) -> Iterator[tuple[Any, ...]]:
-    """Return an iterator over tuples; tuple i has leaf i of every structure in `structures`.
+def _combined(fn: Callable[[tuple[Any, ...]], Any], apart: list[Any]) -> Any:
+    """Return a structure with `fn(leaves)` in place of each leaf; `leaves` has this leaf of every structure.
 
+    Args: apart: `nest.take_apart` of each structure.
     Raises: ValueError if the structures differ.
     """
-    shapes = {nest.describe(structure) for structure in structures}
-    if len(shapes) > 1:
+    leaves, shapes, arrange = zip(*apart, strict=True)
+    if len({*shapes}) > 1:
         raise ValueError(
-            f"the dataset changes its structure: elements must be alike, got {' and '.join(sorted(shapes)[:2])}"
+            f"the dataset changes its structure: elements must be alike, got {' and '.join(sorted({*shapes})[:2])}"
         )
-    return zip(*map(nest.flatten, structures), strict=True)
+    return arrange[0]([fn(column) for column in zip(*leaves, strict=True)])
 
 
 def _stack(column: tuple[Any, ...]) -> Any:
@@ -83,33 +124,46 @@ def _stack(column: tuple[Any, ...]) -> Any:
     return np.stack(values)
 
 
-def without_examples(batch: Any) -> Any:
-    """Return a batch of no examples: each array in `batch` cut to length 0 along its first dimension.
+def without_examples(batch: Any, count: int | None = None) -> Any:
+    """Return a batch of no examples: arrays in `batch` cut to length 0 along their first dimension, and empty lists.
 
     Numbers, None and arrays without dimensions stay as they are. `batch` is not changed.
 
-    Raises: ValueError if a leaf is no array, no number and not None, for example a string.
+    Args: count: number of examples in `batch`; None if only `batch` itself may tell.
+    Raises: ValueError if a leaf cannot be made empty, for example a text.
     """
-    return nest.map_structure(_without_examples, batch)
+    if count is None:
+        with contextlib.suppress(ValueError):
+            count = Batches().size(batch)
+    return nest.map_structure(_without_examples, batch, lists_of_examples(batch, count))
 
 
 def _without_examples(leaf: Any) -> Any:
-    if arrays.is_array(leaf):
-        return leaf[:0] if leaf.ndim else leaf
-    if arrays.is_number(leaf) or leaf is None:
+    if nest.is_structure(leaf):
+        return nest.rebuild(leaf, [])
+    if rows_of(leaf) is not None:
+        return leaf[:0]
+    if arrays.is_array(leaf) or arrays.is_number(leaf) or leaf is None:
         return leaf
     raise ValueError(
-        "a replica has no examples in this step, and its batch cannot be made a batch of no examples: it has "
+        "a step leaves a replica without examples, and its batch cannot be made a batch of no examples: it has "
         f"{leaf!r:.60}. Let collate_fn give arrays (np.array of texts), or leave short batches out: drop_last=True, "
         "with a global batch that divides by the number of replicas"
     )
 
 
 def spec_of(batch: Any) -> Any:
-    """Return the structure of `batch`, with an `ArraySpec` in place of each leaf."""
-    return nest.map_structure(
-        lambda leaf: ArraySpec.of(leaf if arrays.is_array(leaf) else np.asarray(leaf)), batch
-    )
+    """Return the structure of `batch`, with an `ArraySpec` in place of each leaf; dtype "object" if it is no array."""
+
+    def spec(leaf: Any) -> ArraySpec:
+        if not arrays.is_array(leaf):
+            leaf = np.asarray(leaf if isinstance(leaf, _OF_A_DTYPE) else None)
+        return ArraySpec.of(leaf)
+
+    try:
+        return nest.map_structure(spec, batch)
+    except Exception:  # a structure of the program's class takes no specs
+        return spec(None)
 
 
 def explain_empty_batch(error: Exception, arguments: Any) -> None:

@@ -19,7 +19,8 @@ class DeviceCopies:
     """Copies each replica's batch from pinned memory to the replica's device, on a stream for copies only.
 
     It copies torch tensors. NumPy arrays are copied on the host, and stay there. For XLA devices numeric NumPy arrays
-    become tensors on the device, because XLA programs take no NumPy arrays. "cpu:0" and "cpu:1" name replicas that
+    become tensors on the device, because XLA programs take no NumPy arrays. Other values with a method `to`, such as a
+    `PackedSequence`, move by it when they are asked for, except to XLA devices. "cpu:0" and "cpu:1" name replicas that
     share the host's memory.
 
     Args:
@@ -58,17 +59,22 @@ class DeviceCopies:
             return _CopyUnderWay(moved, stream.record_event())
 
     def _arrived(self, device: str, batch: Any) -> Any:
-        if not isinstance(batch, _CopyUnderWay):
-            return batch
-        import torch
+        if isinstance(batch, _CopyUnderWay):
+            import torch
 
-        current = torch.get_device_module(device).current_stream(device)
-        current.wait_event(batch.event)
-        for leaf in nest.flatten(batch.batch):
-            if arrays.is_torch(leaf) and arrays.is_on_gpu(leaf):
-                # The copying stream's pool owns the memory, and must not reuse it while the current stream reads it.
-                leaf.record_stream(current)
-        return batch.batch
+            current = torch.get_device_module(device).current_stream(device)
+            current.wait_event(batch.event)
+            batch = batch.batch
+            for leaf in nest.flatten(batch):
+                if arrays.is_torch(leaf) and arrays.is_on_gpu(leaf):
+                    # The copying stream's pool owns the memory, and must not reuse it while the current stream reads.
+                    leaf.record_stream(current)
+        if device.startswith(("cpu", "xla")):
+            return batch
+        # Other leaves move themselves, on the current stream: their tensors are not known. Tensors stay as they are.
+        return nest.map_structure(
+            lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch
+        )
 
 
 def _pinned(leaf: Any) -> Any:

@@ -369,7 +369,7 @@ class DistributedIterator(Iterator[Any]):
                 shared.is_under_way = True
                 strategy.runs += 1
             batches = self._copies.arrived(step) if self._copies.needed else step
-            return batches[0] if len(batches) == 1 else regroup(batches)
+            return batches[0] if len(batches) == 1 else regroup(batches, may_differ=True)
 
     def _end(self, in_block: bool) -> None:
         """Record that the epoch has no further step. Raises: the error that `_read_ahead` has kept, if any."""

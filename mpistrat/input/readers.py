@@ -104,11 +104,15 @@ class Reader(abc.ABC):
         """
 
     def template(self) -> Any:
-        """Return a batch like this rank's batches; None if there is none yet.
+        """Return a batch of one example, made like this rank's batches; None if there is no example yet.
 
         `AgreedSteps` copies its structure for a replica without examples.
         """
         return None
+
+    def ends_short(self) -> bool:
+        """Whether the last step of an epoch surely leaves a replica without examples."""
+        return False
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of a state that must be equal where it is loaded; in mid-epoch the length, too."""
@@ -197,10 +201,12 @@ class GlobalReader(Reader):
 
     With AutoShardPolicy.OFF, each worker uses the whole dataset for itself.
 
+    Attributes: examples: number of examples in the epoch; 0 while that is not known.
     Raises: NotFoundError if the policy is FILE, and there are several workers.
     """
 
     _random: RandomState | _NoRandomState = _NoRandomState()
+    examples = 0
 
     def __init__(self, share: Share, policy: AutoShardPolicy) -> None:
         if policy is AutoShardPolicy.FILE and share.workers > 1:
@@ -214,6 +220,13 @@ class GlobalReader(Reader):
 
     def position(self) -> Any:
         return self._random.now()
+
+    def ends_short(self) -> bool:
+        if self.drop_last or self.batch_size is None or self._policy not in SHARED:
+            return False
+        replicas = self._share.num_replicas
+        rest = self.examples % self.batch_size
+        return 0 < rest == splitting.slice_bounds(rest, replicas - 1, replicas)[0]
 
     def _steps_of(self, batches: Iterable[Any], kind: Kind, start: int) -> Iterator[ReplicaPieces]:
         """Yield the steps of this rank from step `start` on, cut from global `batches` by a rule of `splitting`.
@@ -238,6 +251,7 @@ class IndexReader(GlobalReader):
     def __init__(self, dataset: BatchedDataset, share: Share, policy: AutoShardPolicy) -> None:
         super().__init__(share, policy)
         self._dataset = dataset
+        self.examples = dataset.examples
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self.reads_ahead = not dataset.of_arrays
         if dataset.program_collate and policy in SHARED:

@@ -407,7 +407,8 @@ class LoaderReader(ReplayedReader):
     def _index_batches(self, sampler: _PieceSampler) -> Iterator[Iterable[list[Any]]]:
         """Yield blocks of index lists; an index list names the examples of one global batch, in rank 0's order.
 
-        Under AutoShardPolicy.OFF it yields this rank's own order of all batches. It also sets `sampler.known_indices`.
+        Under AutoShardPolicy.OFF it yields this rank's own order of all batches. It also sets `sampler.known_indices`,
+        and `examples` if they are known.
 
         Called by: every rank.
         """
@@ -421,6 +422,7 @@ class LoaderReader(ReplayedReader):
             plan = _EpochPlan.of(self._user)
         plan = communicator.broadcast_object(plan, label=_SAMPLER)
         if plan is not None:
+            self.examples = plan.examples
             sampler.known_indices = range(plan.examples)
             yield plan.index_batches(getattr(self._user.sampler, "generator", None))
             return

@@ -175,6 +175,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "shards",
         ),
         (
+            "batch_structure",
             "splitting",
             "element_spec",
             "generator_states",

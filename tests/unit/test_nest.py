@@ -4,6 +4,7 @@ import collections
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from mpistrat import nest
 
@@ -71,3 +72,58 @@ def test_a_structure_is_walked_once() -> None:
     packed = pack(list("vwxyz"))
     assert packed == {"b": ["x", ("y", "z")], "a": {"d": "w", "c": "v"}}
     assert list(packed) == ["b", "a"]
+
+
+class Pair(collections.namedtuple("Pair", "x y")):
+    """A namedtuple with a default, as before Python 3.7."""
+
+    def __new__(cls, x, y=None):
+        return super().__new__(cls, x, y)
+
+
+class Movable(NamedTuple):
+    x: object
+
+    def to(self, device):
+        return Movable(device)
+
+
+class Encoding(collections.UserDict):
+    """Its constructor takes other arguments than a mapping's elements."""
+
+    def __init__(self, x, origin):
+        super().__init__(x=x)
+        self.origin = origin
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.Size([2, 3]), torch.nn.utils.rnn.pack_sequence([torch.ones(2, 1)])],
+    ids=["Size", "PackedSequence"],
+)
+def test_tuples_that_their_elements_do_not_make_are_leaves(leaf):
+    assert nest.flatten([leaf]) == [leaf]
+    assert nest.map_structure(lambda value: value, {"a": leaf})["a"] is leaf
+
+
+@pytest.mark.parametrize(
+    "structure", [Pair(1), Movable(1), torch.ones(2, 2).max(0)], ids=["Pair", "Movable", "max"]
+)
+def test_other_tuples_of_a_class_are_structures(structure):
+    mapped = nest.map_structure(lambda leaf: (leaf,), structure, is_leaf=None)
+    assert type(mapped) is type(structure)
+    assert mapped[0] == (structure[0],)
+
+
+def test_an_object_of_a_program_is_kept_where_nothing_in_it_changes():
+    encoding = Encoding(1, "here")
+    assert nest.map_structure(lambda leaf: leaf, [encoding])[0] is encoding
+    plain = [1]
+    assert nest.map_structure(lambda leaf: leaf, plain) is not plain
+
+
+def test_a_structure_may_be_taken_for_a_leaf():
+    structure = {"a": [1, 2], "b": (3, [4])}
+    assert nest.flatten(structure, lambda part: isinstance(part, list)) == [[1, 2], 3, [4]]
+    mapped = nest.map_structure(len, [[1, 2]], lambda part: part == [1, 2])
+    assert mapped == [2]

@@ -122,6 +122,34 @@ def test_arrays_are_copied_from_a_source_that_uses_its_memory_again():
     assert copies.arrived(sent)[0].tolist() == [0, 0, 0]
 
 
+class Graphs:
+    """It moves its tensors itself."""
+
+    device = "host"
+
+    def to(self, device):
+        self.device = device
+        return self
+
+
+def test_a_part_that_moves_itself_is_moved_when_it_is_asked_for():
+    copies = DeviceCopies((GPU, "cpu:0"))
+    graphs = [Graphs(), Graphs()]
+    sent = copies.start([(graphs[0], "text", None), (graphs[1], "text", None)])
+    assert graphs[0].device == "host"
+    assert copies.arrived(sent) == [(graphs[0], "text", None), (graphs[1], "text", None)]
+    assert [part.device for part in graphs] == [GPU, "host"]
+
+
+@pytest.mark.gpu
+def test_a_packed_sequence_arrives_on_the_gpu():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, 1)])
+    copies = DeviceCopies((GPU,))
+    ((arrived, x),) = copies.arrived(copies.start([(packed, torch.ones(1))]))
+    assert (arrived.data.device, x.device) == (torch.device(GPU),) * 2
+    assert arrived.batch_sizes.device.type == "cpu"
+
+
 def test_the_host_copies_nothing():
     assert not DeviceCopies(("cpu:0", "cpu:1")).needed
 
