@@ -70,15 +70,15 @@ class RandomState:
             steps: number of steps of this epoch that are done. With 0 the state was saved between two epochs. If the
                 program then seeds a generator, or draws from it, before the epoch, its own numbers count.
         """
-        present, saved = self._capture(), state or {}
-        self._set({**present, "own": saved.get("own", present["own"])})
+        present, saved = self.capture(), state or {}
+        self.put_back({**present, "own": saved.get("own", present["own"])})
         self._begin_at, self._in_epoch = saved, bool(steps)
         self.remember()
         generator_states.loaded.add(self)
 
     def remember(self) -> None:
         """Remember the present states, to see later whether the program has used a generator since."""
-        self._restored = self._capture()
+        self._restored = self.capture()
 
     @contextmanager
     def of_epoch(self) -> Iterator[None]:
@@ -92,26 +92,27 @@ class RandomState:
         if not self._begin_at:
             yield
             return
-        before, self._begin_at = {**self._capture(), "own": self.began["own"]}, {}
-        self._set(self.began)
+        before, self._begin_at = {**self.capture(), "own": self.began["own"]}, {}
+        self.put_back(self.began)
         try:
             yield
         finally:
-            drawn = self._capture()
+            drawn = self.capture()
             for name, began in self.began.items():
                 if _text(began) != _text(before[name]):
                     drawn[name] = before[name]
-            self._set(drawn)
+            self.put_back(drawn)
 
     def now(self) -> dict[str, Any]:
         """Return the states at the next epoch's beginning: those of `begin_at`, or else the present states."""
-        present = self._capture()
+        present = self.capture()
         for name, saved in self._begin_at.items():
             if self._in_epoch or _text(present[name]) == _text(self._restored[name]):
                 present[name] = saved
         return present
 
-    def _capture(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
+        """Return the present states of the generators."""
         name, words, *others = cast("Any", np.random.get_state())
         return {
             "torch": torch.get_rng_state(),
@@ -121,7 +122,8 @@ class RandomState:
             "devices": [torch.get_device_module(d).get_rng_state(d) for d in self._devices],
         }
 
-    def _set(self, state: dict[str, Any]) -> None:
+    def put_back(self, state: dict[str, Any]) -> None:
+        """Set the generators to `state`, a result of `capture`, or a saved one."""
         torch.set_rng_state(state["torch"])
         for device, device_state in zip(self._devices, state.get("devices", ()), strict=False):
             torch.get_device_module(device).set_rng_state(device_state, device)

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
@@ -24,7 +25,7 @@ import torch.utils.data as data
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from mpistrat.communicators import Communicator
-from mpistrat.input import readers
+from mpistrat.input import dataset_identity, readers
 from mpistrat.input.batches import collate
 from mpistrat.input.datasets import fetch
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of, batch_of_one
@@ -457,17 +458,26 @@ class LoaderReader(ReplayedReader):
                 length = min(2 * length, _BATCHES_OF_LONGEST)
 
     def _agree(self) -> None:
-        """Compare the ranks' lengths of the dataset, before each epoch. Called by: every rank.
+        """Compare the ranks' lengths of the dataset before each epoch, and the datasets before the first.
 
+        Called by: every rank.
         If a rank's `collate_fn` may leave out examples that are None, all ranks count such examples from then on.
 
-        Raises: ValueError on all ranks, if the lengths differ.
+        Raises: ValueError on all ranks, if the lengths or the datasets differ.
         """
+        entries: dict[str, Any] = {}
+        if self._loader is None and self._communicator.size > 1:  # the first epoch
+            entries = dataset_identity.entries_of(self._user, self._random)
+        digest = zlib.crc32(repr(entries).encode())
         by_rank = self._communicator.all_gather_object(
-            (readers.length_of(self._user.dataset), self._may_drop), label=_SAMPLER
+            (readers.length_of(self._user.dataset), self._may_drop, digest), label=_SAMPLER
         )
-        lengths, may_drop = zip(*by_rank, strict=True)
+        lengths, may_drop, digests = zip(*by_rank, strict=True)
         readers.check_alike("examples", lengths)
+        if len(set(digests)) > 1:
+            dataset_identity.check_alike(
+                self._communicator.all_gather_object(entries, label="entries of the datasets")
+            )
         if self.dropped is None and True in may_drop:
             self._collate = self.dropped = DroppedExamples(self._user.collate_fn)
 

@@ -163,7 +163,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "local_batches",
             "torch_loader",
         ),
-        ("readers",),
+        (
+            "readers",
+            "dataset_identity",
+        ),
         (
             "datasets",
             "dropped_examples",

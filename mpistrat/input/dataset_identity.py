@@ -1,0 +1,137 @@
+"""Compares the map-style datasets of the ranks, before the first epoch.
+
+If ranks split, sort or number their data in different ways, they read some examples twice and others never, or learn
+labels of different meanings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch.utils.data as data
+
+from mpistrat import arrays
+from mpistrat.input.datasets import fetch
+from mpistrat.input.random_state import RandomState
+
+_Entries: TypeAlias = dict[str, str]
+
+_MOST_ENTRIES = 1000  # of a sequence with an entry for each example
+_MOST_PARTS = 16  # of an array or a list in an entry
+_MOST_BYTES = 1 << 22  # of a pickled dataset
+_MOST_IN_A_COPY = 100_000  # examples of a pickled dataset
+_ROUNDS = 8  # of loading, because examples may be random
+# Attributes that are compared even if they are shorter than the dataset.
+_NAMES = (".classes", ".class_to_idx", ".files", ".samples", ".targets")
+
+
+class _Pickled(bytearray):
+    """The bytes of a pickled dataset. It raises ValueError if there are too many."""
+
+    def write(self, part: Any) -> None:
+        self.extend(part)
+        if len(self) > _MOST_BYTES:
+            raise ValueError
+
+
+class _Pickler(pickle.Pickler):
+    """Raises ValueError for a dataset that has a large array."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if arrays.is_array(value) and value.nbytes > _MOST_BYTES:
+            raise ValueError
+        return NotImplemented
+
+
+def entries_of(loader: data.DataLoader[Any], generators: RandomState) -> _Entries:
+    """Return texts to compare, of some entries of the loader's dataset and of its first and last example.
+
+    The examples are loaded from a copy, so the dataset opens no file. They are left out if they may be random, if no
+    copy can be made, or if loading takes more than a second.
+
+    Args: generators: the generators that loading may draw from. They do not change.
+    Returns: the values by their names, such as "Subset.indices[0]".
+    """
+    dataset: Any = loader.dataset
+    name = type(dataset).__name__
+    entries: _Entries = {}
+    rounds: list[_Entries] = []
+    before = generators.capture()
+    with contextlib.suppress(Exception):  # of the program's dataset
+        length = len(dataset)
+        _add_entries(name, dataset, length, entries)
+        # Forks would share files that a copy may open.
+        if loader.multiprocessing_context is None and length <= _MOST_IN_A_COPY:
+            pickled = _Pickled()
+            _Pickler(pickled, pickle.HIGHEST_PROTOCOL).dump(dataset)
+            copy = pickle.loads(pickled)
+            end = time.monotonic() + 1
+            while len(rounds) < _ROUNDS and rounds[1:] == rounds[:-1] and time.monotonic() < end:
+                rounds.append({})
+                for index in (0, length - 1):
+                    _add_entries(f"{name}[{index}]", fetch(copy, [index])[0], 0, rounds[-1])
+    generators.put_back(before)
+    if len(rounds) == _ROUNDS and rounds[1:] == rounds[:-1]:
+        entries.update(rounds[0])
+    return entries
+
+
+def check_alike(of_ranks: Sequence[_Entries]) -> None:
+    """Compare the entries of all ranks. A rank may lack an entry.
+
+    Raises: ValueError if an entry differs.
+    """
+    for name, entry in of_ranks[0].items():
+        for rank, entries in enumerate(of_ranks):
+            other = entries.get(name, entry)
+            if other != entry:
+                raise ValueError(
+                    f"the datasets of the ranks differ: {name} is {entry:.99} on rank 0, and {other:.99} on rank "
+                    f"{rank}. Give every rank the same dataset: seed random_split and other draws alike, and sort "
+                    "files and class names, because a set has another order in each process; or, if each rank is "
+                    "to have rows of its own, use strategy.prepare(loader, local_batches=True) or strategy.shard"
+                )
+
+
+def _add_entries(name: str, value: Any, length: int, entries: _Entries) -> None:
+    """Add texts to `entries` for the parts of `value` with an entry for each example.
+
+    A path counts without its folders, because each node may keep its files elsewhere. Of a float one digit counts,
+    because processors compute different last digits.
+
+    Args: length: the number of examples in the dataset with this value; 0 if it is an example, or an entry of one.
+    """
+    if isinstance(value, (str, int, float, os.PathLike)):
+        if isinstance(value, float):
+            value = f"{value:.0e}"
+        if not length:
+            entries[name] = os.path.basename(str(value))
+        return
+    value = _as_list(value, length)
+    is_list = isinstance(value, (list, tuple))
+    is_array = arrays.is_array(value) and not isinstance(value, np.memmap)
+    if (is_list or is_array) and (len(value) >= length or name.endswith(_NAMES)):
+        step = len(value) // (_MOST_ENTRIES if length else _MOST_PARTS) + 1
+        for i, part in enumerate(value[::step]):
+            _add_entries(f"{name}[{i * step}]", part, 0, entries)
+    elif is_list or isinstance(value, data.Dataset):
+        parts = enumerate(value[:_MOST_PARTS]) if is_list else vars(value).items()
+        for key, part in parts:
+            with contextlib.suppress(Exception):  # of an array of another kind
+                _add_entries(f"{name}.{key}", part, length, entries)
+
+
+def _as_list(value: Any, length: int) -> Any:
+    """Return the sorted items of a small dict, some elements of an array in an entry, and any other value itself."""
+    if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
+        return sorted(value.items())
+    if arrays.is_array(value) and not length:
+        flat = arrays.to_numpy(value).reshape(-1)
+        return flat[:: len(flat) // _MOST_PARTS + 1].tolist()
+    return value
