@@ -26,7 +26,7 @@ _MOST_ENTRIES = 1000  # of a sequence with an entry for each example
 _MOST_PARTS = 16  # of an array or a list in an entry
 _MOST_BYTES = 1 << 22  # of a pickled dataset
 _MOST_IN_A_COPY = 100_000  # examples of a pickled dataset
-_ROUNDS = 8  # of loading, because examples may be random
+_ROUNDS = 7  # of loading again, because examples may be random
 # Attributes that are compared even if they are shorter than the dataset.
 _NAMES = (".classes", ".class_to_idx", ".files", ".samples", ".targets")
 
@@ -40,7 +40,7 @@ class _Pickled(bytearray):
             raise ValueError
 
 
-class _Pickler(pickle.Pickler):
+class _SmallPickler(pickle.Pickler):
     """Raises ValueError for a dataset that has a large array."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -61,7 +61,6 @@ def entries_of(loader: data.DataLoader[Any], generators: RandomState) -> _Entrie
     dataset: Any = loader.dataset
     name = type(dataset).__name__
     entries: _Entries = {}
-    rounds: list[_Entries] = []
     before = generators.capture()
     with contextlib.suppress(Exception):  # of the program's dataset
         length = len(dataset)
@@ -69,17 +68,28 @@ def entries_of(loader: data.DataLoader[Any], generators: RandomState) -> _Entrie
         # Forks would share files that a copy may open.
         if loader.multiprocessing_context is None and length <= _MOST_IN_A_COPY:
             pickled = _Pickled()
-            _Pickler(pickled, pickle.HIGHEST_PROTOCOL).dump(dataset)
+            _SmallPickler(pickled, pickle.HIGHEST_PROTOCOL).dump(dataset)
             copy = pickle.loads(pickled)
             end = time.monotonic() + 1
-            while len(rounds) < _ROUNDS and rounds[1:] == rounds[:-1] and time.monotonic() < end:
-                rounds.append({})
-                for index in (0, length - 1):
-                    _add_entries(f"{name}[{index}]", fetch(copy, [index])[0], 0, rounds[-1])
+            texts = _texts_of_examples(copy, length)
+            for _ in range(_ROUNDS):
+                if time.monotonic() > end or _texts_of_examples(copy, length) != texts:
+                    break
+            else:
+                entries.update(texts)
     generators.put_back(before)
-    if len(rounds) == _ROUNDS and rounds[1:] == rounds[:-1]:
-        entries.update(rounds[0])
     return entries
+
+
+def _texts_of_examples(dataset: Any, length: int) -> _Entries:
+    """Return texts of the first and the last example; {} if they are equal, because they may be of this rank alone."""
+    texts: _Entries = {}
+    for index in (0, length - 1):
+        before = [*texts.values()]
+        _add_entries(f"{type(dataset).__name__}[{index}]", fetch(dataset, [index])[0], 0, texts)
+    if [*texts.values()] == before * 2:
+        return {}
+    return texts
 
 
 def check_alike(of_ranks: Sequence[_Entries]) -> None:
@@ -93,9 +103,9 @@ def check_alike(of_ranks: Sequence[_Entries]) -> None:
             if other != entry:
                 raise ValueError(
                     f"the datasets of the ranks differ: {name} is {entry:.99} on rank 0, and {other:.99} on rank "
-                    f"{rank}. Give every rank the same dataset: seed random_split and other draws alike, and sort "
-                    "files and class names, because a set has another order in each process; or, if each rank is "
-                    "to have rows of its own, use strategy.prepare(loader, local_batches=True) or strategy.shard"
+                    f"{rank}. Give all ranks the same: seed random_split and other draws, sort files and class names "
+                    "(sets have other orders in other processes); or, for rows of each rank, use "
+                    "strategy.prepare(loader, local_batches=True) or strategy.shard"
                 )
 
 
@@ -117,7 +127,10 @@ def _add_entries(name: str, value: Any, length: int, entries: _Entries) -> None:
     is_list = isinstance(value, (list, tuple))
     is_array = arrays.is_array(value) and not isinstance(value, np.memmap)
     if (is_list or is_array) and (len(value) >= length or name.endswith(_NAMES)):
-        step = len(value) // (_MOST_ENTRIES if length else _MOST_PARTS) + 1
+        most = _MOST_PARTS
+        if length:
+            most = _MOST_ENTRIES
+        step = len(value) // most + 1
         for i, part in enumerate(value[::step]):
             _add_entries(f"{name}[{i * step}]", part, 0, entries)
     elif is_list or isinstance(value, data.Dataset):
