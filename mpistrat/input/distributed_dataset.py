@@ -476,7 +476,7 @@ class DistributedIterator(Iterator[Any]):
             >>> iterator = iter(strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 2)))
             >>> _ = next(iterator)
             >>> iterator.state_dict()
-            {'epoch': 0, 'steps': 1, 'ranks': 1, 'source': 'IndexReader', 'batch_size': 2}
+            {'epoch': 0, 'steps': 1, 'ranks': 1, 'source': 'IndexReader', 'batch_size': 2, 'length': 6}
         """
         return self._dataset._state_at(self.progress)
 
