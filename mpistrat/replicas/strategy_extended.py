@@ -316,7 +316,7 @@ class StrategyExtended(abc.ABC):
             >>> strategy.extended.value_container(v.values[0]) is v
             True
         """
-        return getattr(value, "_container", None) or value
+        return getattr(value, "_container", value)
 
     def read_var(self, variable: Any) -> Any:
         """Return the variable's value; for an ON_READ variable, all replicas' copies combined.

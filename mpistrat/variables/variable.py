@@ -252,6 +252,7 @@ class PlainVariable(Variable):
     """
 
     readers: Sequence[str] = ()
+    _container: DistributedVariable  # only a copy has it
 
     def __init__(
         self,
@@ -266,7 +267,6 @@ class PlainVariable(Variable):
         self.name = name
         self.synchronization = synchronization
         self.aggregation = aggregation
-        self._container: DistributedVariable | None = None
         self.strategy: AnyStrategy | None = None  # a component's container has it
 
     def _kept(self, value: Array) -> Array:

@@ -102,6 +102,10 @@ def test_values_are_found_by_their_identity(pair):
     for found in (set(values), weakref.WeakSet(values), dict.fromkeys(values), table):
         assert len(found) == len(values)
         assert all(value in found for value in values)
+    for value in (values[0], variable(pair, 0.0)):
+        assert pair.extended.value_container(value.values[1]) is value
+        assert pair.extended.variable_created_in_scope(value.values[0])
+        assert pair.extended.value_container(value) is value
     assert [table.pop(value) for value in values] == [*range(len(values))]
     assert (values[0] == values[0]).tolist() == [True, True]
     assert values.index(values[0]) == 0
