@@ -46,9 +46,9 @@ def advice_for(error: BaseException, rank: int) -> str:
 
     The line names a line of the user's program, and has the first line of the message of `error`; after a colon the
     second line, too. If this package raised `error`, it has the first paragraph of the message (the cause), and the
-    last sentence (the advice) if there is room. If another rank has raised the error, the place, the rank and the text are
-    taken from its attribute `raised_by_rank`. An error of `mpistrat.errors` has a heading in docs/troubleshooting.md,
-    and the line ends with it.
+    last sentence (the advice) if there is room. If another rank has raised the error, the place, the rank and the text
+    are taken from its attribute `raised_by_rank`. An error of `mpistrat.errors` has a heading in
+    docs/troubleshooting.md, and the line ends with it.
     """
     advice, heading = getattr(error, "raised_by_rank", ""), ""
     if not advice:
