@@ -51,7 +51,7 @@ def d(call):
 LINES = {"a": a, "b": b, "c": c, "d": d}
 
 
-def told(communicator, others, last, barrier=False):
+def notices_of_ranks(communicator, others, last, barrier=False):
     """What ranks know of a call that was left out, when the last rank has called at the lines `last`."""
     value = np.ones(1)
     call = functools.partial(communicator.all_reduce, value, out=np.empty(1))
@@ -76,7 +76,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_a_call_that_one_rank_has_left_out(make, name):
     others, last, (at, instead) = LEFT_OUT[name]
-    texts = told(make(), others, last)
+    texts = notices_of_ranks(make(), others, last)
     assert texts
     line, other = (LINES[each].__code__.co_firstlineno + 1 for each in (at, instead))
     expected = (
@@ -99,11 +99,11 @@ BRANCHES = {
 @pytest.mark.parametrize("make", [by_memory, by_message])
 @pytest.mark.parametrize("name", BRANCHES)
 def test_branches_for_one_rank_are_silent(make, name):
-    assert told(make(), *BRANCHES[name]) == set()
+    assert notices_of_ranks(make(), *BRANCHES[name]) == set()
 
 
 @several
 @pytest.mark.parametrize("make", [by_memory, by_message])
 def test_barriers_mix_no_values(make):
     """The first rank passes its own barrier after one that all ranks pass; the others pass theirs before."""
-    assert told(make(), "abc", "bcd", barrier=True) == set()
+    assert notices_of_ranks(make(), "abc", "bcd", barrier=True) == set()
