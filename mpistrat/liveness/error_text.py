@@ -71,8 +71,13 @@ def _cause_and_advice(message: str) -> str:
     Args: message: a message of this package. A later paragraph begins with a capital letter, and the last sentence says
         what to do.
     """
-    first, *later = [" ".join(text.split()) for text in re.split(r"\n(?=[A-Z])", message)]
-    return f"{first} … {_BETWEEN_SENTENCES.split(later[-1])[-1]}" if later else first
+    paragraphs = re.split(r"\n(?=[A-Z])", message)
+    cause = " ".join(paragraphs[0].split())
+    if len(paragraphs) == 1:
+        return cause
+    last = " ".join(paragraphs[-1].split())
+    advice = _BETWEEN_SENTENCES.split(last)[-1]
+    return f"{cause} … {advice}"
 
 
 def told_of(error: BaseException, rank: int) -> str:

@@ -302,8 +302,7 @@ def test_a_rank_of_ddp_that_goes_astray(launcher: Launcher, tmp_path: Path, name
         places = rf"({of_rank_0} \(rank 0\)|{of_rank_1} \(rank 1\))"
         says(
             job.stderr,
-            rf"mpistrat: correct {DDP}:{places}: the ranks did not call the same collective .*"
-            "Every rank must make the same calls,",
+            rf"mpistrat: correct {DDP}:{places}: the ranks did not call the same collective ",
         )
     assert reports_in(tmp_path) == ()
 

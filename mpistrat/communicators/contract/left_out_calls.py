@@ -58,7 +58,9 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
     first = pairs[steps]
     before = pairs[steps + 1 : steps + 2]
     were_together = all(line == other for line, other in before)
-    is_loop = len({line for pair in pairs[: steps + 1] for line in pair}) < steps + 2
-    if is_loop:  # the other rank makes its calls as before, but for one that it makes twice
+    lines = {line for pair in pairs[: steps + 1] for line in pair}
+    if (
+        len(lines) < steps + 2
+    ):  # the other rank makes its calls as before, but for one that it makes twice
         were_together = steps >= _STEPS_IN_LOOP and (first[1], first[1]) in before
     return first if were_together else None

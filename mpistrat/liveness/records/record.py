@@ -300,8 +300,12 @@ class RankRecord:
             slot: the index of the communicator's slot in `words`.
             number: the number of the latest call that counts.
         """
-        entries = [e for e in self.last(RING // 2) if e.slot == slot and e.number <= number]
-        return self.rank, [e.site for e in entries if not e.call.startswith("barrier")]
+        lines = []
+        for entry in self.last(RING // 2):
+            counts = entry.slot == slot and entry.number <= number
+            if counts and not entry.call.startswith("barrier"):
+                lines.append(entry.site)
+        return self.rank, lines
 
     def entry_of(self, slot: CommunicatorSlot) -> CallEntry | None:
         """Return the rank's last call on the slot's communicator.
