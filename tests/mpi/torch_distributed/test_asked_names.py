@@ -216,6 +216,7 @@ def test_the_device_of_a_tensor_without_shards() -> None:
     assert (tensor.device, tensor._get_preferred_device()) == (CPU, CPU)
 
 
+@pytest.mark.mpi(min_size=3)
 @pytest.mark.usefixtures("asked")
 def test_inside_a_compiled_function() -> None:
     @torch.compile(backend="eager")
