@@ -31,10 +31,11 @@ from mpistrat.torch_distributed.rendezvous import base
 INIT_METHOD = "mpi://"
 # Backends that our process group replaces. It moves tensors of accelerators by torch's own groups, as NCCL's.
 REPLACED = frozenset(("gloo", "mpi", "nccl", "rccl", "xccl", NAME))
-# Modules of torch that refuse gloo, or ask NCCL for its version, because of the name alone; and the name that they get.
+# Modules of torch that refuse a backend, or use CUDA, because of the name alone; and the name that they get.
 _TOLD = {
     "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": NAME,
     "torch.distributed.c10d_logger": NAME,
+    "torch.distributed.distributed_c10d": "gloo",
     "torch.distributed.nn.functional": "nccl",
     "torch.profiler.profiler": NAME,
 }

@@ -156,14 +156,11 @@ def test_a_helper_that_wraps_for_known_names_only() -> None:
 
 
 @pytest.mark.parametrize("asked", ["gloo", "nccl"], indirect=True)
-def test_monitored_barrier(asked: str) -> None:
+@pytest.mark.usefixtures("asked")
+def test_monitored_barrier() -> None:
+    dist.monitored_barrier()
     gloo = dist.new_group(backend="gloo")
     dist.monitored_barrier(gloo, timeout=timedelta(seconds=60), wait_all_ranks=True)
-    if asked == "gloo":
-        dist.monitored_barrier()
-    else:
-        with pytest.raises(ValueError, match="only implemented for GLOO"):
-            dist.monitored_barrier()
 
 
 @pytest.mark.usefixtures("asked")
@@ -198,8 +195,14 @@ def test_differentiable_collectives() -> None:
 
 @pytest.mark.parametrize("asked", ["nccl"], indirect=True)
 @pytest.mark.usefixtures("asked")
-def test_nobody_asks_for_the_version_of_nccl() -> None:
-    """torch asks for it after an error of a call, and in the profiler. Without CUDA that would be an error."""
+def test_nobody_uses_cuda_for_the_name_of_nccl() -> None:
+    """torch would do so after an error of a call, in the profiler, and to debug. Without CUDA that is an error."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    received = [None] * SIZE
+    dist.all_gather_object(received, RANK)
+    dist.set_debug_level(level)
+    assert received == ALL
     with pytest.raises(ValueError, match="different dtypes"):
         dist.all_gather([torch.ones(1)], torch.ones(1, dtype=torch.int64))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
