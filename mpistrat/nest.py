@@ -38,14 +38,13 @@ def _constructs_itself(kind: type) -> bool:
     False for namedtuples, also for those that have a method `to` but no constructor of their own.
     """
     owner = next(base for base in kind.__mro__ if "__new__" in vars(base))
-    is_of_torch = hasattr(kind, "to") or hasattr(kind, "numel")
-    return is_of_torch and "_fields" not in vars(owner)
+    return "_fields" not in vars(owner) and (hasattr(kind, "to") or hasattr(kind, "numel"))
 
 
 def is_of_program(structure: Any) -> bool:
     """Whether the class of `structure` is neither Python's own nor a namedtuple, so that it may have attributes."""
-    is_own = type(structure).__module__ in ("builtins", "collections")
-    return not (is_own or hasattr(structure, "_fields"))
+    module = type(structure).__module__
+    return not (module in ("builtins", "collections") or hasattr(structure, "_fields"))
 
 
 def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:

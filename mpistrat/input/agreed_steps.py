@@ -128,15 +128,15 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         """
         if not _has_examples(entry):
             return self._without_examples()
-        is_first = self._template is None
-        self._template = entry
-        self._template_count = count
-        if is_first and self._reader.ends_short():
-            self._without_examples()
+        if self._template is None:  # the first batch: a short one tells less about its lists
+            self._template = entry
+            self._template_count = count
+            if self._reader.ends_short():
+                self._without_examples()
         return entry
 
     def _without_examples(self) -> Any:
-        """Return a batch of no examples, with the structure of this rank's last batch, or of an example.
+        """Return a batch of no examples, with the structure of this rank's first batch, or of an example.
 
         Raises: ValueError if the dataset has no example, or if its batches cannot be made batches of no examples.
         """

@@ -1,8 +1,8 @@
 """How a batch is looked into: its structure, its arrays, and its lists of examples.
 
-The outermost container, mappings and namedtuples are structure. A list or tuple inside them is structure, too, if it
-has an array whose first dimension is the batch's number of examples. Another list of that length has one item for each
-example, such as a text: it is a leaf of the batch, like an array.
+The outermost container, mappings and namedtuples are structure. A list or tuple inside them is structure, too, if the
+first dimension of its arrays is the batch's number of examples. Another list of that length has one item for each
+example, such as a text, or an image of a size of its own: it is a leaf of the batch, like an array.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def lists_of_examples(batch: Any, count: int | None) -> Callable[[Any], bool]:
     def is_leaf(part: Any) -> bool:
         if part is batch or not is_list(part) or len(part) != count:
             return False
-        return count not in [rows_of(child) for child in part]
+        return {rows_of(child) for child in part} - {None} != {count}
 
     return is_leaf
