@@ -150,7 +150,7 @@ RIGHT = {
     "strange": lambda: Files(
         meta=torch.zeros(EXAMPLES, device="meta"),
         kinds=np.array([Files] * EXAMPLES),
-        one=np.int64(1),
+        number=np.int64(1),
     ),
 }
 
