@@ -244,10 +244,9 @@ class _BytePack:
 
     def values_of(self, total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield pairs of a buffer's index and the first replica's values. Args: total: the sum of all contributions."""
+        left = total.view(torch.uint8)
         if total.is_floating_point():
             left = total.to(torch.uint8)
-        else:
-            left = total.view(torch.uint8)
         for group, like in self._groups:
             size = sum([tensor.nbytes for tensor in like])
             pieces = packing.unpack(left[:size].view(like[0].dtype), like)
