@@ -67,12 +67,12 @@ def test_a_step_lasts_as_long_as_one_replica_has_a_batch(pair):
     assert sums(pair, distributed) == [(2, 4), (6, 0)]
 
 
-def test_with_central_storage_an_unfilled_step_ends_it():
+def test_with_central_storage_an_unfilled_step_is_made():
     strategy = ms.CentralStorageStrategy(["cpu:0", "cpu:1"])
     distributed = strategy.distribute_datasets_from_function(
         lambda context: map(np.full, [2] * 3, [1, 2, 3])
     )
-    assert sums(strategy, distributed) == [(2, 4)]
+    assert sums(strategy, distributed) == [(2, 4), (6, 0)]
 
 
 def test_the_default_strategy_hands_back_the_dataset():
