@@ -43,9 +43,7 @@ class Batches:
                     "a dataset must yield batches of arrays whose first dimension is the batch; call batch first. "
                     f"Got {leaf!r:.60}"
                 )
-        if not sizes:
-            known = {len(part) for part in lists} | {rows_of(leaf) for leaf in nest.flatten(lists)}
-            sizes = {size for size in known if all(_readings(part, size) for part in lists)}
+        sizes = sizes or _sizes_of(lists)
         if len(sizes) != 1 or any(_readings(part, *sizes) != 1 for part in lists if part):
             raise ValueError(
                 f"all parts of a batch must have the same first dimension, the GLOBAL batch size; got {sorted(sizes)}. "
@@ -72,6 +70,12 @@ def _joined(leaves: tuple[Any, ...]) -> Any:
     if nest.is_structure(first):
         return nest.rebuild(first, [item for leaf in leaves for item in leaf])
     return None if first is None else arrays.concatenate(leaves)
+
+
+def _sizes_of(lists: list[Any]) -> set[Any]:
+    """Return the numbers of examples that a batch of `lists` alone may have."""
+    known = {len(part) for part in lists} | {rows_of(leaf) for leaf in nest.flatten(lists)}
+    return {size for size in known if all(_readings(part, size) for part in lists)}
 
 
 def _readings(part: Any, count: int | None) -> int:
