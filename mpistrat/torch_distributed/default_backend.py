@@ -32,7 +32,7 @@ INIT_METHOD = "mpi://"
 # Backends that our process group replaces. It moves tensors of accelerators by torch's own groups, as NCCL's.
 REPLACED = frozenset(("gloo", "mpi", "nccl", "rccl", "xccl", NAME))
 # Modules of torch that refuse a backend, or use CUDA, because of the name alone; and the name that they get.
-_TOLD = {
+_NAMES_FOR_TORCH = {
     "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": NAME,
     "torch.distributed.c10d_logger": NAME,
     "torch.distributed.distributed_c10d": "gloo",
@@ -102,7 +102,7 @@ def get_backend(group: Any = None) -> str:
     if not asked:
         return backend
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    return _TOLD.get(caller, asked)
+    return _NAMES_FOR_TORCH.get(caller, asked)
 
 
 def get_backend_config(group: Any = None) -> str:

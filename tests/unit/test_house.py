@@ -155,7 +155,7 @@ def test_packed_lines_and_forms_are_counted_so() -> None:
     # `first, second = pair` takes a tuple apart, and puts none together.
     assert house.packed_forms(module) == dict.fromkeys(house.FORMS, 1) | {"borrowed": 2}
     assert house.packed_lines(module) == [5, 6]
-    one, other = ast.parse("a = 1\nb = 2"), ast.parse("a, b = 1, 2")
+    apart, together = ast.parse("a = 1\nb = 2"), ast.parse("a, b = 1, 2")
     # Apart they need one statement more, and together two tuples with a context.
-    assert house.nodes(house.Module("one.py", "", one)) == 9
-    assert house.nodes(house.Module("other.py", "", other)) == 12
+    assert house.nodes(house.Module("apart.py", "", apart)) == 9
+    assert house.nodes(house.Module("together.py", "", together)) == 12

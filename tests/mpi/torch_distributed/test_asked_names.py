@@ -175,17 +175,17 @@ def test_steps_of_sharded_optimizers_in_hooks_are_not_refused() -> None:
 @pytest.mark.parametrize("asked", ["gloo", "nccl"], indirect=True)
 @pytest.mark.usefixtures("asked")
 def test_differentiable_collectives() -> None:
-    one = torch.ones(2, 3, requires_grad=True)
+    leaf = torch.ones(2, 3, requires_grad=True)
     weights = torch.arange(6.0).reshape(3, 2)
-    gathered = functional._all_gather_base(torch.empty(2 * SIZE, 3), one)
+    gathered = functional._all_gather_base(torch.empty(2 * SIZE, 3), leaf)
     (gathered.reshape(SIZE, 2, 3) * torch.arange(SIZE).reshape(SIZE, 1, 1)).sum().backward()
-    assert one.grad is not None
-    assert torch.equal(one.grad, torch.full((2, 3), float(RANK * SIZE)))
-    one.grad = None
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.full((2, 3), float(RANK * SIZE)))
+    leaf.grad = None
     torch.stack(
-        [(part.t() * weights).sum() for part in functional.all_gather(one)]
+        [(part.t() * weights).sum() for part in functional.all_gather(leaf)]
     ).sum().backward()
-    assert torch.equal(one.grad, weights.t() * SIZE)
+    assert torch.equal(leaf.grad, weights.t() * SIZE)
     tensors = [torch.full((2,), float(rank), requires_grad=True) for rank in ALL]
     received = functional.all_to_all([torch.empty(2) for _ in ALL], tensors)
     torch.stack([(rank + 1) * part.sum() for rank, part in enumerate(received)]).sum().backward()
