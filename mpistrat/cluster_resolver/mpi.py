@@ -8,7 +8,6 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from mpistrat.cluster_resolver import launcher
@@ -18,6 +17,7 @@ from mpistrat.errors import TopologyError
 from mpistrat.liveness.ending import rank_end
 from mpistrat.liveness.ending.start_deadline import init_deadline, start_deadline
 from mpistrat.liveness.observer import observation
+from mpistrat.liveness.processes import text_in
 from mpistrat.machine.notices import say
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
@@ -261,6 +261,5 @@ def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
 
 def library_path() -> str:
     """Return the path of the loaded libmpi; '' if no libmpi is loaded, or if /proc/self/maps cannot be read."""
-    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        return next((line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line), "")
-    return ""
+    lines = text_in("/proc/self/maps").splitlines()
+    return next((line.split(maxsplit=5)[-1].strip() for line in lines if "/libmpi" in line), "")

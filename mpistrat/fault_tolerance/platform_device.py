@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 
 from mpistrat.cluster_resolver.slurm.job import slurm_job
+from mpistrat.liveness.processes import text_in
 from mpistrat.machine.gpus import visible_gpus
 
 _PRODUCT = "/sys/class/dmi/id/product_name"  # "Google Compute Engine"
@@ -27,9 +27,6 @@ def detect_platform() -> PlatformDevice:
 
     A Slurm job is INTERNAL_CPU on Google's machines, too, because Slurm ends it.
     """
-    product = ""
-    with contextlib.suppress(OSError), open(_PRODUCT, errors="replace") as file:
-        product = file.read()
-    if slurm_job() is not None or "Google Compute Engine" not in product:
+    if slurm_job() is not None or "Google Compute Engine" not in text_in(_PRODUCT):
         return PlatformDevice.INTERNAL_CPU  # the defaults of INTERNAL_GPU are the same
     return PlatformDevice.GCE_GPU if visible_gpus() else PlatformDevice.GCE_CPU

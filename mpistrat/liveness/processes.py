@@ -182,9 +182,9 @@ def has_children(pid: int) -> bool:
     """Whether the process has a child, dead or alive, that is not the calling process; False if that is not known."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as children:
-                if {*map(int, children.read().split())} - {os.getpid()}:
-                    return True
+            children = _read(pid, f"task/{thread}/children").split()
+            if {*map(int, children)} - {os.getpid()}:
+                return True
     return False
 
 
@@ -242,9 +242,13 @@ def _stat(pid: int) -> list[str]:
 
 def _read(pid: int, file: str) -> str:
     """Return the text of /proc/PID/FILE; "" if the process is gone, or hides the file."""
-    path = f"/proc/{pid}/{file}"
-    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as opened:
-        return opened.read()
+    return text_in(f"/proc/{pid}/{file}")
+
+
+def text_in(path: str) -> str:
+    """Return the text of the file `path`; "" if it cannot be read. Bytes that are no UTF-8 become U+FFFD."""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
     return ""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
 
 from mpistrat.errors import StallError
 from mpistrat.liveness import deadlines
+from mpistrat.liveness.processes import text_in
 from mpistrat.liveness.records.job_folder import report_of
 from mpistrat.liveness.records.record import ENTRY, GROUP, RAISE
 from mpistrat.liveness.records.watch import CommunicatorWatch
@@ -97,7 +97,7 @@ def raise_if_stalled(watch: CommunicatorWatch) -> None:
     """
     record = watch.record
     if record.abort == RAISE and record.stalled == record.words[watch.slot + GROUP]:
-        text = f"rank {record.rank} waited too long for the other ranks; see the report on stderr"
-        with contextlib.suppress(OSError), open(report_of(record.folder), encoding="utf-8") as file:
-            text = file.read()
-        raise StallError(text)
+        otherwise = (
+            f"rank {record.rank} waited too long for the other ranks; see the report on stderr"
+        )
+        raise StallError(text_in(report_of(record.folder)) or otherwise)

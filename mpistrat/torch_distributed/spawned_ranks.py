@@ -5,7 +5,6 @@ Such ranks wait forever. Each connects to a store at the program's address, and 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -14,7 +13,7 @@ import traceback
 from multiprocessing.process import BaseProcess
 
 from mpistrat.liveness.call_site import call_site
-from mpistrat.liveness.processes import cpu_seconds
+from mpistrat.liveness.processes import cpu_seconds, text_in
 from mpistrat.machine.notices import tell
 from mpistrat.settings import stall_seconds
 from mpistrat.torch_distributed.next_group import has_default_group
@@ -56,6 +55,5 @@ def _look(seconds: float) -> None:
 
 def _used_by_children() -> float:
     """Return the CPU seconds of the live processes that the main thread has started; 0.0 if /proc does not tell."""
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return sum(map(cpu_seconds, map(int, file.read().split())))
-    return 0.0
+    children = text_in(f"/proc/self/task/{os.getpid()}/children").split()
+    return sum(cpu_seconds(int(pid)) for pid in children)

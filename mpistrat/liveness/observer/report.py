@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from mpistrat.liveness import deadlines, processes
 from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.observer.stack_request import StackRequest
-from mpistrat.liveness.processes import cpu_seconds, describe_exit, describe_state
+from mpistrat.liveness.processes import cpu_seconds, describe_exit, describe_state, text_in
 from mpistrat.liveness.records.record import CallEntry
 
 _MOST_FRAMES = 12
@@ -253,13 +252,7 @@ def _of_the_program(frames: list[str]) -> list[str]:
 
 def _spoken_at_death(rank: ObservedRank) -> list[str]:
     """Return the lines that faulthandler wrote when a fatal signal killed the rank; [] without any."""
-    text = ""
-    with (
-        contextlib.suppress(OSError),
-        open(rank.stacks, encoding="utf-8", errors="replace") as file,
-    ):
-        text = file.read()
-    _, found, after = text.rpartition("Fatal Python error")
+    _, found, after = text_in(rank.stacks).rpartition("Fatal Python error")
     if not found:
         return []
     lines = (found + after).splitlines()[:_MOST_FRAMES]

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpistrat.liveness import deadlines
+from mpistrat.liveness.processes import process_namespace, text_in
 from mpistrat.machine.private_files import create, make_folder, private
 
 SHARED_MEMORY = "/dev/shm"
@@ -73,10 +74,8 @@ def note_members(folder: str, group: int, ranks: Sequence[int]) -> None:
 
 def members_of(folder: str, group: int) -> set[int]:
     """Return the ranks of the group that `note_members` wrote, as numbers in the job; an empty set if it wrote none."""
-    path = os.path.join(folder, f"members-{group:x}")
-    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
-        return set(map(int, file.read().split()))
-    return set()
+    numbers = text_in(os.path.join(folder, f"members-{group:x}"))
+    return set(map(int, numbers.split()))
 
 
 # Files that MPI libraries and their transports make in /dev/shm. Nobody removes them when a job is killed.
@@ -261,7 +260,7 @@ def _remove_unmapped() -> list[str]:
 
     Returns: the removed paths.   Raises: OSError if a process of this user hides its mappings.
     """
-    if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
+    if process_namespace() != _INITIAL_PID_NAMESPACE:
         return []
     old = time.time() - deadlines.CLEANER_WAITS_FOR_MAPPING
     left = {
@@ -299,9 +298,7 @@ def _mapped_by_any() -> set[int]:
 
 def _is_process_of_ours(pid: str) -> bool:
     """Whether the process has this user's real uid. (The /proc files of protected processes belong to root.)"""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as status:
-        return f"\nUid:\t{os.getuid()}\t" in status.read()
-    return False
+    return f"\nUid:\t{os.getuid()}\t" in text_in(f"/proc/{pid}/status")
 
 
 def _remove_if_abandoned(path: str) -> bool:
