@@ -46,12 +46,11 @@ def stall_report(
     why = _who_is_missing(wait, suspects, missing_elsewhere) or rest
     lines = [f"ranks have waited {waited:.1f} s in a collective ({allowed}): {why}"]
     lines += _what_they_do(suspects, group)
-    lines += _in_calls([rank for rank in wait.waiting if rank not in suspects], group)
+    lines += _in_calls(_without(wait.waiting, suspects), group)
     if not suspects and not elsewhere:
         for rank, stack in _ask_for_stacks(wait.waiting[:_MOST_RANKS]):
             lines += [f"  {rank.who}", *_stack(rank, stack)]
-    mentioned = (*suspects, *wait.waiting)
-    lines += _what_they_do([rank for rank in ranks if rank not in mentioned], group)
+    lines += _what_they_do(_without(ranks, [*suspects, *wait.waiting]), group)
     lines += lines_of_others
     lines += straggler([*wait.waiting, *wait.missing])
     lines.append(f"Every rank must make the same calls. If one is only slow, allow more: {more}.")
@@ -85,7 +84,7 @@ def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
     """Return the report of a death: how the rank `first` died, and the last collectives of the node's `ranks`."""
     lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
     lines += _spoken_at_death(first)
-    others = [rank for rank in ranks if rank is not first]
+    others = _without(ranks, [first])
     lines += _in_calls(others)
     working = (rank for rank in others if not (rank.inside or rank.record.has_left))
     lines += [f"  rank {rank.number}: {_last_words(rank)}" for rank in working]
@@ -120,7 +119,7 @@ def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> s
 def account_of(ranks: list[ObservedRank]) -> list[str]:
     """Return lines about the activity of this node's ranks, for the report of another node. It takes up to 2 s."""
     inside = [rank for rank in ranks if rank.inside and not rank.stands_still]
-    return _what_they_do([rank for rank in ranks if rank not in inside]) + _in_calls(inside)
+    return _what_they_do(_without(ranks, inside)) + _in_calls(inside)
 
 
 def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds: float) -> str:
@@ -136,7 +135,7 @@ def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds:
         f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_verb(gone, 'wait')} for the other "
         "ranks. If one of these waits in turn, in an MPI call of the program's own, this job hangs:"
     ]
-    return "\n".join(lines + _what_they_do([rank for rank in ranks if rank not in gone]))
+    return "\n".join(lines + _what_they_do(_without(ranks, gone)))
 
 
 def straggler(ranks: list[ObservedRank]) -> list[str]:
@@ -273,6 +272,10 @@ def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
             call = f"{entry.number}: {entry.call}\n      at {entry.site}" if entry else slot.calls
             calls.setdefault(f"in collective number {call}", []).append(rank)
     return [f"  {_ranks(those)} {_verb(those, 'wait')} {text}" for text, those in calls.items()]
+
+
+def _without(ranks: list[ObservedRank], others: list[ObservedRank]) -> list[ObservedRank]:
+    return [rank for rank in ranks if rank not in others]
 
 
 def _verb(ranks: list[ObservedRank], verb: str) -> str:
