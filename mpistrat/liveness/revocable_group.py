@@ -46,15 +46,6 @@ class RevocableGroup:
         self._thread = threading.Thread(target=self._look, name="mpistrat failures", daemon=True)
         self._thread.start()
 
-    def failed(self) -> list[int]:
-        """Return the failed ranks that this rank knows of, numbered as in `comm`; [] if none has failed."""
-        group, failed = self.comm.Get_group(), self.comm.Get_failed()
-        try:
-            return list(failed.Translate_ranks(None, group))
-        finally:
-            group.Free()
-            failed.Free()
-
     def has_lost(self) -> bool:
         """Whether a rank of the group has failed, as far as this rank's MPI knows, or a rank has revoked `comm`.
 
@@ -63,7 +54,7 @@ class RevocableGroup:
         if not self.lost:
             with contextlib.suppress(MPI.Exception):
                 self.comm.Iprobe()  # makes MPI notice failures
-            if self.comm.Is_revoked() or self.failed():
+            if self.comm.Is_revoked() or has_failed_rank(self.comm):
                 self._lose()
         return self.lost
 
@@ -164,6 +155,15 @@ class FaultTolerantComm(MPI.Intracomm):
 def revocable_group_of(comm: Any) -> RevocableGroup | None:
     """Return the revocable group of `comm`; None if `comm` has no such group, so that a rank's death ends the job."""
     return getattr(comm, "revocable_group", None)
+
+
+def has_failed_rank(comm: MPI.Intracomm) -> bool:
+    """Whether this rank's MPI knows that a rank of `comm` has failed."""
+    failed = comm.Get_failed()
+    try:
+        return failed.Get_size() > 0
+    finally:
+        failed.Free()
 
 
 def means_rank_lost(error: BaseException | None) -> bool:

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator
 
 from mpi4py import MPI
 
-from mpistrat.liveness.revocable_group import means_rank_lost, revocable_group_of
+from mpistrat.liveness.revocable_group import (
+    has_failed_rank,
+    means_rank_lost,
+    revocable_group_of,
+)
 
 
 class LostRanks:
@@ -39,13 +43,7 @@ class LostRanks:
             return group.has_lost()
         if not (self.happened or self._goes_on):
             return False
-        if self._has_lost():
-            return True
-        failed = comm.Get_failed()  # `comm` may be older than the loss
-        try:
-            return failed.Get_size() > 0
-        finally:
-            failed.Free()
+        return self._has_lost() or has_failed_rank(comm)  # `comm` may be older than the loss
 
     @contextlib.contextmanager
     def tolerated(self) -> Iterator[None]:
