@@ -6,12 +6,12 @@ This file imports mpi4py, so it is imported only on first use: `import mpistrat`
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable
 
 from mpi4py import MPI
 
 from mpistrat.liveness import deadlines
+from mpistrat.liveness.bounded_waits import soon
 
 TAG = 4711  # no other message on the communicator has this tag
 
@@ -45,10 +45,15 @@ class AbortChannel:
         """
         if not self._unsent:
             self.send(text)
-        until = time.monotonic() + deadlines.RANK_WAITS_FOR_ABORTS_OF_OTHERS
-        while len(self._received) < self._comm.size - 1 and time.monotonic() < until:
-            self._receive()
-            time.sleep(deadlines.RANK_SLEEPS_WATCHING_ABORTS)
+        soon(
+            self._has_heard_all,
+            deadlines.RANK_WAITS_FOR_ABORTS_OF_OTHERS,
+            sleeps_at_most=deadlines.RANK_SLEEPS_WATCHING_ABORTS,
+        )
+
+    def _has_heard_all(self) -> bool:
+        self._receive()
+        return len(self._received) == self._comm.size - 1
 
     def received(self) -> str | None:
         """Return the first text that arrived from another rank; None if no text has arrived. Does not wait."""
