@@ -163,14 +163,14 @@ class JobFolder:
                 make_folder(root)
                 _check(root)
                 return cls._locked(os.path.join(root, name))
-        error: OSError | None = None
+        error = OSError("no folder for temporary files")
         # Another user has taken the user's folder: use a name that nobody can foresee.
         for place in _places():
             try:
                 return cls._locked(os.path.join(place, f"{_of_this_user()}-{name}"))
             except OSError as failed:
                 error = failed
-        raise error or OSError("no folder for temporary files")
+        raise error
 
     @classmethod
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
@@ -214,8 +214,7 @@ class JobFolder:
         Called by: the observer, when no rank is left.
         Returns: True if no other process holds a lock on the folder, so that it was removed; else False.
         """
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock(self._lock):
             _remove(self.path)
             return True
         # The failed attempt may have released the shared lock.
