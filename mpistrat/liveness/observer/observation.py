@@ -126,6 +126,11 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
     return current
 
 
+def _of_this_process() -> Observed | None:
+    """Return `current`; None in a fork of the process that has called `join`."""
+    return current if current and current.record.pid == os.getpid() else None
+
+
 def remember_mappings() -> None:
     """Write a list of MPI's files in memory that this process maps, so that the observer removes them after the job.
 
@@ -170,11 +175,12 @@ def say(text: str) -> bool:
     Called by: a rank that is about to end and has no usable stderr.
     Returns: True if the observer has taken the text within 1.5 s; False if not, or if this process is not observed.
     """
-    if current is None or os.getpid() != current.record.pid:
+    observed = _of_this_process()
+    if observed is None:
         return False
-    record = current.record
+    record = observed.record
     with contextlib.suppress(OSError):
-        with create(words_of(current.folder.path, record.rank)) as file:
+        with create(words_of(observed.folder.path, record.rank)) as file:
             file.write(text)
         record.say = 1
         return soon(lambda: not record.say, deadlines.RANK_WAITS_FOR_WORDS_OF_OBSERVER)
@@ -190,16 +196,17 @@ def announce_exit() -> Observed | None:
     Returns: `current`; None, and nothing is announced, if this process is not observed, if its program has ended, or
         if it has no communicator.
     """
-    if current is None or os.getpid() != current.record.pid:
+    observed = _of_this_process()
+    if observed is None:
         return None
-    record = current.record
+    record = observed.record
     if record.state != RUNNING or not record.slots():
         return None
     record.exits = ANNOUNCED
     with contextlib.suppress(OSError):
-        os.write(current.line, b"\n")
+        os.write(observed.line, b"\n")
         soon(lambda: record.exits != ANNOUNCED, deadlines.RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT)
-    return current
+    return observed
 
 
 def wake_observer(record: RankRecord) -> None:
@@ -211,10 +218,11 @@ def wake_observer(record: RankRecord) -> None:
 
 def has_lost_files() -> bool:
     """Whether the program has closed this rank's FIFO, and so most likely MPI's files, too; False if not observed."""
-    if current is None or os.getpid() != current.record.pid:
+    observed = _of_this_process()
+    if observed is None:
         return False
     with contextlib.suppress(OSError):
-        return not stat.S_ISFIFO(os.fstat(current.line).st_mode)
+        return not stat.S_ISFIFO(os.fstat(observed.line).st_mode)
     return True
 
 
