@@ -222,7 +222,7 @@ class Elastic:
             states = {rank: pickle.loads(state) for rank, state in ranks.items()}
             checkpoint.load_state_dict({**self._restored, "ranks": states})
             self._restored = None
-        self._tell()
+        self._tell(self._survivors.comm)
         return self.step
 
     def commit(self) -> None:
@@ -288,13 +288,12 @@ class Elastic:
         self._restored = self._states.back_to(step)
         self.step = step or 0
 
-    def _tell(self) -> None:
-        if self._loss is not None and self.comm is not None and self.comm.rank == 0:
+    def _tell(self, comm: MPI.Intracomm) -> None:
+        if self._loss is not None and comm.rank == 0:
             lost, size, noticed = self._loss
             ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))}"
-            left = self.comm.size
             tell(
-                f"{left} of {size} ranks go on after step {self.step} without {ranks}, "
+                f"{comm.size} of {size} ranks go on after step {self.step} without {ranks}, "
                 f"{time.monotonic() - noticed:.2f} s after the loss was noticed"
             )
         self._loss = None

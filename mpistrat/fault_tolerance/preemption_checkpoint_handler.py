@@ -24,6 +24,7 @@ from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
 from mpistrat.fault_tolerance.platform_device import detect_platform
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
 from mpistrat.input import DistributedDataset, DistributedIterator
+from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.machine.notices import tell
 
 _SECONDS_TO_REQUEUE = 30.0
@@ -230,10 +231,7 @@ class PreemptionCheckpointHandler:
         self._piggybacks.remove(self._word)
         self._tell(f"{self._saved}; the program ends")
         self._saved = None
-        for stream in (sys.stdout, sys.stderr):
-            # The program may have closed a stream, or set it to None.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
+        rank_end().flush()
         if self._communicator.size > 1:
             from mpistrat.liveness.ending.job_end import job_end
 
