@@ -122,7 +122,8 @@ def seen_accelerators() -> tuple[str, ...]:
     The name is a UUID (torch) or a PCI bus ID (CuPy). Torch devices without a UUID are named by kind and number: "xpu
     0". An empty tuple if the process sees no accelerator.
     """
-    kind, numbers = torch_accelerator(), range(num_accelerators())
+    kind = torch_accelerator()
+    numbers = range(num_accelerators())
     if not kind:
         return tuple(str(sys.modules["cupy"].cuda.Device(i).pci_bus_id) for i in numbers)
     module = sys.modules["torch"].get_device_module(kind)

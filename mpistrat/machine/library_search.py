@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping
 PRELOAD = "LD_PRELOAD"  # "/opt/mpi/lib/libmpi.so.12"; separated by colons or spaces
 CHOSEN = "MPI4PY_LIBMPI"  # "/opt/mpi/lib/libmpi.so.12", a folder, or a list of files and folders
 LIBRARY_PATH = "LD_LIBRARY_PATH"  # "/opt/mpi/lib:/opt/cuda/lib64"
-ENVIRONMENT, USER, BASE = "environment", "user", "base"  # rules that are no environment variables
+# Rules that are no environment variables
+ENVIRONMENT = "environment"
+USER = "user"
+BASE = "base"
 
 _NAMES = "libmpi.so*"
 _ELF = b"\x7fELF"

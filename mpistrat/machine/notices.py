@@ -33,7 +33,8 @@ def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> N
     """
     import logging  # imported here, so that `import mpistrat` stays fast
 
-    logger, number = logging.getLogger("mpistrat"), getattr(logging, level)
+    logger = logging.getLogger("mpistrat")
+    number = getattr(logging, level)
     if _is_configured(logger):  # asked each time, because the program may add a handler at any time
         logger.log(number, text, stacklevel=2)
     elif number >= max(logger.level, logger.manager.disable + 1):

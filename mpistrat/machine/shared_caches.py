@@ -17,7 +17,8 @@ def caches_of(
     Such as ("2 00000003", "3 000000ff"). An empty tuple if they share none, as for a process that is not bound. Empty
     also if the kernel does not know, and in a virtual machine, because its host moves the processors.
     """
-    found, wanted = set(), sum(1 << cpu for cpu in set(cpus))
+    found = set()
+    wanted = sum(1 << cpu for cpu in set(cpus))
     with contextlib.suppress(OSError, ValueError):
         if "hypervisor" in Path(described).read_text(encoding="utf-8"):
             return ()

@@ -82,14 +82,17 @@ class _Trace:
         self.since = self.steps[1] if len(self.steps) > 2 else 0.0
 
     def _add(self, event: dict[str, Any]) -> None:
-        rank, thread, name = event["pid"], event["tid"], event["name"]
+        rank = event["pid"]
+        thread = event["tid"]
+        name = event["name"]
         details = event.get("args", {})
         if name == "process_name":
             self.names[rank] = details["name"].partition(", pid ")[0]
         elif name == "thread_name":
             self._threads[rank, thread] = details["name"]
         elif activity := _ACTIVITIES.get(event.get("cat", ""), _ACTIVITIES.get(name)):
-            last, start = details.get("last to enter", ""), event["ts"] / 1e6
+            last = details.get("last to enter", "")
+            start = event["ts"] / 1e6
             if activity == _WAIT:  # it and "move bytes" follow their collective, and replace it
                 last = self.spans[rank].pop().last
             span = self._threads[rank, thread], start, start + event["dur"] / 1e6
@@ -103,7 +106,9 @@ class _Trace:
         Threads that make no steps do not count: they communicate while another thread computes. If no thread makes
         steps, all count.
         """
-        total, reached, spans = 0.0, self.since, self.spans[rank]
+        total = 0.0
+        reached = self.since
+        spans = self.spans[rank]
         training = {each.thread for each in spans if each.activity == _COMPUTE}
         for each in sorted(spans, key=attrgetter("start")):
             if each.activity in activities and each.thread in (training or {each.thread}):
@@ -130,7 +135,8 @@ def run(folder: str) -> int:
     Args: folder: the folder that MPISTRAT_TRACE named.
     Returns: the exit code: 0, or 1 if there is no trace, no matplotlib to draw it, or no place for the picture.
     """
-    path, picture = merging.trace_of(folder), os.path.join(folder, "timeline.png")
+    path = merging.trace_of(folder)
+    picture = os.path.join(folder, "timeline.png")
     can_draw = importlib.util.find_spec("matplotlib") is not None
     error: object = "a picture needs matplotlib: pip install matplotlib"
     try:
@@ -170,9 +176,11 @@ def _advice(trace: _Trace, where: str) -> Iterator[str]:
     """
     losses = product(trace.names, _LOSSES)
     most, largest = max((trace.share(rank, activity), activity) for rank, activity in losses)
-    waits, advice = trace.waited_for(), _LOSSES[largest]
+    waits = trace.waited_for()
+    advice = _LOSSES[largest]
     if waits:
-        slowest, total = max(waits, key=waits.__getitem__), sum(waits.values())
+        slowest = max(waits, key=waits.__getitem__)
+        total = sum(waits.values())
         yield f"The others waited longest for {slowest}: {waits[slowest]:.2f} of {total:.2f} s of waiting."
         if largest == _WAIT and waits[slowest] > total / 2:
             advice = f"Look in {where} for the work of {slowest} while the others wait."

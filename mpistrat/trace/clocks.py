@@ -95,11 +95,13 @@ class Alignment:
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:
         ordered = sorted(comparisons, key=operator.attrgetter("at"))
-        self._first, self._last = ordered[0], ordered[-1]
+        self._first = ordered[0]
+        self._last = ordered[-1]
         self.error = max(self._first.error, self._last.error)
 
     def __call__(self, time: int) -> int:
-        first, last = self._first, self._last
+        first = self._first
+        last = self._last
         span = last.at - first.at
         if span == 0:
             return time + first.ahead

@@ -218,8 +218,11 @@ class _RankTrace:
     """
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
-        self.path, self.rank, self.size = path, header["rank"], header["ranks"]
-        self.clock, self.begins = header["clock"], header["begins"]
+        self.path = path
+        self.rank = header["rank"]
+        self.size = header["ranks"]
+        self.clock = header["clock"]
+        self.begins = header["begins"]
         self.name = f"rank {self.rank} on {header['node']}, pid {header['pid']}"
         self.aligned: Callable[[int], int] = _unchanged
         self.has_end = False
@@ -326,7 +329,8 @@ def _last_to_enter(parts: list[_RankTrace]) -> dict[_Collective, tuple[int, int,
                 entered = part.aligned(event[2])
                 seen, latest, rank = last.get(key, (0, entered, part.rank))
                 if entered > latest:
-                    latest, rank = entered, part.rank
+                    latest = entered
+                    rank = part.rank
                 last[key] = (seen + 1, latest, rank)
     return last
 

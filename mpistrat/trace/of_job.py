@@ -36,7 +36,8 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
         folder: the folder for the parts: a file of each rank.
     Raises: TopologyError on all ranks if one of them cannot write its part there.
     """
-    world, error = MPI.COMM_WORLD, None
+    world = MPI.COMM_WORLD
+    error = None
     try:
         timeline = of_process.begin(folder, world.rank, world.size)
     except OSError as failed:

@@ -79,7 +79,9 @@ class _Range(contextlib.AbstractContextManager[None]):
     __slots__ = ("_kind", "_name", "_shown", "_started", "_timeline")
 
     def __init__(self, timeline: Timeline, kind: int, name: str) -> None:
-        self._timeline, self._kind, self._name = timeline, kind, name
+        self._timeline = timeline
+        self._kind = kind
+        self._name = name
 
     def __enter__(self) -> None:
         self._shown = profiler.begin(self._name)

@@ -52,7 +52,9 @@ class Timeline:
     """
 
     def __init__(self, folder: str, rank: int, size: int, node: str, clock: str) -> None:
-        self.folder, self.rank, self.clock = folder, rank, clock
+        self.folder = folder
+        self.rank = rank
+        self.clock = clock
         self.now = time.monotonic_ns
         self.header = json.dumps(
             {
@@ -166,7 +168,8 @@ class Timeline:
             )
 
     def _stop(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             with contextlib.suppress(OSError):
                 os.close(file)

@@ -52,7 +52,8 @@ def _sweep(arguments: argparse.Namespace) -> Report:
 
     Raises: UsageError for --window with a device other than the host.
     """
-    name, communicator = arguments.operation, all_ranks()
+    name = arguments.operation
+    communicator = all_ranks()
     device = device_named(arguments.device)
     if arguments.window and not device.is_host:
         raise UsageError("--window is memory of the host, which ranks share: give --device cpu")
@@ -69,7 +70,8 @@ def _sweep(arguments: argparse.Namespace) -> Report:
         rows.append(sweep.measure(*operands, **how))
         show(sweep.line(rows[-1]))
     where = surroundings(communicator, device)
-    times, limit = {"median": [row.p50 for row in rows]}, [row.limit for row in rows]
+    times = {"median": [row.p50 for row in rows]}
+    limit = [row.limit for row in rows]
     draw = partial(pictures.over_sizes, name, [row.bytes for row in rows], times, limit)
     return Report(
         "sweep",

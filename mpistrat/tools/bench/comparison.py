@@ -20,7 +20,9 @@ from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 Contestants = dict[str, Callable[[], Any]]
 Row = dict[str, Any]
-OURS, ALONE, COPY = "mpistrat", "one rank alone", "copy"
+OURS = "mpistrat"
+ALONE = "one rank alone"
+COPY = "copy"
 
 
 def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, dict[str, str]]:
@@ -141,7 +143,8 @@ def compare_all_reduces(
     Returns: a row of `compare_all_reduce` for each size, and the peers that are left out at the last size, with
         reasons.
     """
-    rows, left_out = [], dict[str, str]()
+    rows = []
+    left_out = dict[str, str]()
     for nbytes in sizes:
         contestants, left_out = all_reduce_contestants(nbytes, device)
         rows.append(compare_all_reduce(nbytes, contestants, num_rounds, device))

@@ -24,7 +24,8 @@ def device_named(wanted: str) -> Device:
         return HOST
     with contextlib.suppress(ImportError):  # without torch, no accelerator is used
         import torch  # noqa: F401
-    mistake, devices = "", None
+    mistake = ""
+    devices = None
     try:
         if wanted != "auto":
             checked = check_device(wanted)

@@ -16,7 +16,8 @@ from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.rounds import first_reason
 
-SYNTHETIC, DIGITS = "synthetic", "digits"
+SYNTHETIC = "synthetic"
+DIGITS = "digits"
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -29,7 +30,8 @@ class Pictures(Dataset[Batch]):
     def __init__(self, images: np.ndarray, labels: np.ndarray, shape: tuple[int, ...]) -> None:
         self._images = images if images.ndim == 4 else images[..., None]
         self._scale = 1.0 / max(1.0, float(images.max()))
-        self._labels, self._shape = labels, shape
+        self._labels = labels
+        self._shape = shape
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -50,7 +52,8 @@ class Text(Dataset[Batch]):
     """
 
     def __init__(self, file: Path, length: int) -> None:
-        self._bytes, self._length = np.memmap(file, np.uint8, mode="r"), length
+        self._bytes = np.memmap(file, np.uint8, mode="r")
+        self._length = length
 
     def __len__(self) -> int:
         return (len(self._bytes) - 1) // self._length
@@ -74,7 +77,8 @@ def batches(
     """
     if source == SYNTHETIC:
         return None
-    dataset, mistake = None, ""
+    dataset = None
+    mistake = ""
     try:
         dataset = _dataset(model, source)
         if len(dataset) < batch_size:
@@ -103,7 +107,8 @@ def _dataset(model: Model, source: str) -> Pictures | Text:
         digits = load_digits()
         return Pictures(digits.images, digits.target, model.input_shape)
     with np.load(source) as arrays:
-        images, labels = arrays["images"], arrays["labels"]
+        images = arrays["images"]
+        labels = arrays["labels"]
     if images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
         raise UsageError(
             f"images of shape {list(images.shape)} and labels of shape {list(labels.shape)}; expected "

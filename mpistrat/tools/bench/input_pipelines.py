@@ -17,7 +17,8 @@ from mpistrat.input import BatchedDataset, FileDataset
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
-IMAGE, BATCH = (3, 32, 32), 64  # BATCH examples per rank and step
+IMAGE = (3, 32, 32)
+BATCH = 64  # examples per rank and step
 BYTES = 3 * 32 * 32
 STEPS = 400  # in an epoch, when overhead is measured
 
@@ -138,7 +139,8 @@ def overhead(num_rounds: int) -> list[dict[str, Any]]:
     size = all_ranks().size
     whole = np.zeros((STEPS * 4 * size, 8), np.float32)
     part = np.split(whole, size)[all_ranks().rank]
-    files, my_dataset = np.split(whole, 4 * size), FileDataset(np.split(part, 4), iter, 4)
+    files = np.split(whole, 4 * size)
+    my_dataset = FileDataset(np.split(part, 4), iter, 4)
     tensors: Any = torch.from_numpy(whole)
     my_tensors: Any = torch.from_numpy(part)
     batches = np.split(part, STEPS)

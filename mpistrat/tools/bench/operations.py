@@ -47,8 +47,11 @@ class Operation(abc.ABC):
         in_window: bool,
         device: Device = HOST,
     ) -> None:
-        self.communicator, self.dtype, self.device = communicator, dtype, device
-        self.rank, parts = communicator.rank, communicator.size if self.splits else 1
+        self.communicator = communicator
+        self.dtype = dtype
+        self.device = device
+        self.rank = communicator.rank
+        parts = communicator.size if self.splits else 1
         self.part = max(1, nbytes // dtype.itemsize // parts)
         self.count = self.part * parts
         self.nbytes = self.count * dtype.itemsize

@@ -36,7 +36,8 @@ from mpistrat.tools.bench.surroundings import surroundings
 from mpistrat.topology import Topology
 
 # Bytes to fit to: smaller buffers do not go by node, and larger buffers take too much memory.
-SMALLEST, LARGEST = 1 << 16, 1 << 26
+SMALLEST = 1 << 16
+LARGEST = 1 << 26
 _FACTOR = 2
 _CALLS = 15  # for each size
 _FLOAT32 = np.dtype("float32")
@@ -176,7 +177,8 @@ def predictions(
     """
     sizes = sizes_of(arguments)
     check_network(arguments)
-    communicator, topology = all_ranks(), MPIClusterResolver().topology()
+    communicator = all_ranks()
+    topology = MPIClusterResolver().topology()
     fewest = min(topology.node_of_rank.count(node) for node in range(topology.num_nodes))
     check_run(arguments, fewest, topology.num_nodes)
     per_node = arguments.ranks_per_node or fewest
@@ -218,7 +220,8 @@ def _model(
 
     Args: wanted: the sizes to predict, in bytes; times are taken from 64 KiB to the largest of them, at most 64 MiB.
     """
-    place, nodes = topology.local_rank, topology.num_nodes
+    place = topology.local_rank
+    nodes = topology.num_nodes
     takes_part = place < per_node
     node = communicator.split(topology.node if takes_part else nodes + topology.node)
     # MPI's own algorithm, because its cost on more nodes is known

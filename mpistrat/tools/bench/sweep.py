@@ -20,7 +20,8 @@ from mpistrat.tools.bench.rounds import seconds_of
 WARM_UP = 3
 # How many seconds one size may take after its warm-up, and the fewest and the most calls for it.
 SECONDS_PER_SIZE = 2.0
-FEWEST_CALLS, MOST_CALLS = 5, 2000
+FEWEST_CALLS = 5
+MOST_CALLS = 2000
 
 # A column's name, unit, width in characters, and cell
 _COLUMNS = (

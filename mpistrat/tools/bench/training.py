@@ -87,7 +87,8 @@ def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
     Args: batch_size: the examples of all ranks together; None: the model's default for each rank.
     Raises: UsageError on all ranks, if `batch_size` is not a multiple of the number of ranks.
     """
-    model, ranks = model_named(name), all_ranks().size
+    model = model_named(name)
+    ranks = all_ranks().size
     each, rest = divmod(batch_size or model.examples_per_rank * ranks, ranks)
     if rest:
         raise UsageError(
@@ -159,7 +160,8 @@ def efficiency_of(
     Args: where: the result of `surroundings`.
     """
     if where["oversubscribed"]:
-        ranks, cores = where["ranks"], where["usable_cores"]
+        ranks = where["ranks"]
+        cores = where["usable_cores"]
         return None, f"{ranks} ranks share {cores} cores, and slow each other down"
     return compute_ms / step_ms, ""
 

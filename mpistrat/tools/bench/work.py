@@ -22,7 +22,9 @@ class Work:
     """
 
     def __init__(self, model: Model, examples: int, rank: int, device: str = "cpu") -> None:
-        self.model, self.examples, self.device = model, examples, device
+        self.model = model
+        self.examples = examples
+        self.device = device
         self.take(model.synthetic_batch(examples, seed=rank))
 
     def take(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -18,7 +18,8 @@ from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("cores")
 # Headings of docs/troubleshooting.md
-_BOUND, _TURNS = "Ranks are bound to", "Ranks take turns"
+_BOUND = "Ranks are bound to"
+_TURNS = "Ranks take turns"
 CPUS_PER_TASK = "SLURM_CPUS_PER_TASK"  # "8"
 STEPS_CPUS_PER_TASK = "SRUN_CPUS_PER_TASK"  # srun reads this variable since Slurm 22.05
 
@@ -72,8 +73,11 @@ def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Find, on one node, more ranks than cores, ranks that share cores while others are free, and cores that no rank
     may use. Yields at most one finding: the first of these faults.
     """
-    cores, usable, spare = _cores_of(ranks), _usable_cpus(ranks), _cores_left_by_launcher(ranks)
-    here, bound_to = f"{count(len(ranks), 'rank')} here", count(len(cores), "core")
+    cores = _cores_of(ranks)
+    usable = _usable_cpus(ranks)
+    spare = _cores_left_by_launcher(ranks)
+    here = f"{count(len(ranks), 'rank')} here"
+    bound_to = count(len(cores), "core")
     masks = [rank.cores.allowed for rank in ranks]
     # The masks of the ranks with a share of less than one core
     crowded = [mask for mask in masks if cpu_share(mask, masks) < 1]
@@ -114,7 +118,8 @@ def _quota(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
     Nothing if the limit is below the number of ranks: `_sharing` reports that.
     """
-    cores, usable = _cores_of(ranks), _usable_cpus(ranks)
+    cores = _cores_of(ranks)
+    usable = _usable_cpus(ranks)
     if len(ranks) <= usable < len(cores):
         yield warning(
             f"{count(len(cores), 'core')} can be seen, but a control group allows {usable:g} CPUs' worth of time: more "
@@ -131,7 +136,8 @@ def _cores_of(ranks: Sequence[RankFacts]) -> set[int]:
 
 def _usable_cpus(ranks: Sequence[RankFacts]) -> float:
     """Return the number of the ranks' cores; if that is less, the CPUs' worth of time that a control group allows."""
-    cores, quota = len(_cores_of(ranks)), ranks[0].cores.quota
+    cores = len(_cores_of(ranks))
+    quota = ranks[0].cores.quota
     return cores if quota is None else min(cores, quota)
 
 
@@ -162,7 +168,8 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _slurm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Find a --cpus-per-task that sbatch got and srun did not take over. Since Slurm 22.05, srun ignores sbatch's."""
-    slurm, has = ranks[0].launch.slurm, len(ranks[0].cores.allowed)
+    slurm = ranks[0].launch.slurm
+    has = len(ranks[0].cores.allowed)
     asked = slurm.get(CPUS_PER_TASK, "")
     by_srun = ranks[0].launch.by_srun and STEPS_CPUS_PER_TASK not in slurm
     if by_srun and asked.isdigit() and has < int(asked):
@@ -189,7 +196,8 @@ def _fine(ranks: Sequence[RankFacts]) -> Finding:
 
 def _bind(ranks: Sequence[RankFacts], each: int) -> str:
     """Return advice: the launcher's command line that gives each rank `each` cores of its own, at least one."""
-    each, here = max(1, each), len(ranks)
+    each = max(1, each)
+    here = len(ranks)
     launcher = ranks[0].launch.launcher
     if launcher.startswith("Open MPI"):
         return f"mpirun --bind-to none …, or --map-by ppr:{here}:node:pe={each} --bind-to core"

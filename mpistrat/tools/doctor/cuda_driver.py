@@ -63,7 +63,8 @@ def driver_of(library: Any) -> Driver:
 
 def _name(library: Any, index: int) -> str:
     """Return the UUID of GPU number `index` in hexadecimal; of its slice if the GPU is divided (MIG)."""
-    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    device = ctypes.c_int()
+    uuid = (ctypes.c_ubyte * 16)()
     _call(library.cuDeviceGet, ctypes.byref(device), index)
     # Drivers before CUDA 11.4 have no version 2.
     name_of = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid

@@ -9,7 +9,9 @@ from functools import partial
 
 from mpistrat.tools.doctor.facts import grouped
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
+OK = "ok"
+WARNING = "warning"
+PROBLEM = "problem"
 LEVELS = (PROBLEM, WARNING, OK)  # in the order of printing
 
 

@@ -19,7 +19,8 @@ from mpistrat.tools.doctor.wording import count
 ok, warning, problem = findings_of("GPUs")
 SECONDS_TO_IMPORT = 60.0
 # Headings of docs/troubleshooting.md
-_UNUSABLE, _NCCLS = "No GPU can be used", "Different versions of NCCL"
+_UNUSABLE = "No GPU can be used"
+_NCCLS = "Different versions of NCCL"
 WHEEL = "the wheel that torch needs"
 BEGIN = '{"torch": '  # the start of the child's line; libraries may print before and after it
 
@@ -282,7 +283,8 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterat
         visible: pairs [origin, path] of the NCCLs that a process could load, as in `Gpus.nccl_visible`.
     """
     paths = grouped((origin, path) for origin, path in visible)
-    wheels, others = paths.get(WHEEL, []), sorted(paths.get(LIBRARY_PATH, []))
+    wheels = paths.get(WHEEL, [])
+    others = sorted(paths.get(LIBRARY_PATH, []))
     if wheels and path not in wheels:
         yield warning(
             f"NCCL {version} is {path}, and not {WHEEL} ({wheels[0]}).",

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 ok, warning, problem = findings_of("network")
 SECONDS = 2.0
 SHORTEST_ROUND = 0.005  # seconds
-SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes of a message
-SLOW, VERY_SLOW = 0.5, 0.25  # times the median rate of the other pairs
+# Bytes of a message
+SMALLEST = 64 << 10
+LARGEST = 16 << 20
+# Times the median rate of the other pairs
+SLOW = 0.5
+VERY_SLOW = 0.25
 UNUSED = 0.2  # times the speed of the fastest device
 MOST_NAMED = 5
 # Headings of docs/troubleshooting.md
@@ -95,7 +99,8 @@ def _lead(comm: MPI.Intracomm, other: int, data: np.ndarray, until: float) -> fl
     Returns: bytes per second: twice the largest size, divided by the median time of its round trips.
     """
     _exchange(comm, other, data[:1])  # MPI connects at the first message
-    size, samples = SMALLEST, dict[int, list[float]]()
+    size = SMALLEST
+    samples = dict[int, list[float]]()
     while True:
         took = _exchange(comm, other, data[:size])
         samples.setdefault(size, []).append(took)
@@ -161,7 +166,8 @@ def slower_than_others(rates: dict[tuple[int, int], float]) -> dict[tuple[int, i
 
 def _median_without(ordered: Sequence[float], index: int) -> float:
     left = len(ordered) - 1
-    low, high = (left - 1) // 2, left // 2
+    low = (left - 1) // 2
+    high = left // 2
     return sum(ordered[position + (position >= index)] for position in (low, high)) / 2
 
 
@@ -186,7 +192,8 @@ def _named(
     links = [pair for pair in slow if slow_nodes.keys().isdisjoint(pair)]
     links.sort(key=rates.__getitem__)
     for a, b in links[:MOST_NAMED]:
-        rate, median = rates[a, b], slow[a, b]
+        rate = rates[a, b]
+        median = slow[a, b]
         yield _bad(rate, median)(
             f"The link {names[a]} <-> {names[b]} is slow: {_speed(rate)} of {_speed(median)} (median of the others).",
             "run the doctor again, for another job may use the link now; else leave one node out "

@@ -19,7 +19,8 @@ from mpistrat.tools.doctor.wording import bytes_in_words, count
 ok, warning, problem = findings_of("memory")
 SHARED = "/dev/shm"
 # Headings of docs/troubleshooting.md
-_FULL, _FILES = "Bus error", "Too many open files"
+_FULL = "Bus error"
+_FILES = "Too many open files"
 # Bytes of /dev/shm for each rank: what MPICH 4 takes in MPI_Init (measured with 1 to 8 ranks; Open MPI takes less), and
 # what leaves room for batches from the workers of a DataLoader. mpistrat's own windows are not there
 # (`communicators.node.shared_memory`).
@@ -52,7 +53,8 @@ def look() -> MemoryLimits:
 def check(job: Job) -> Iterator[Finding]:
     well: dict[str, MemoryLimits] = {}
     for name, ranks in job.nodes().items():
-        memory, here = ranks[0].memory, len(ranks)
+        memory = ranks[0].memory
+        here = len(ranks)
         found = [
             *_shared(memory, here),
             *_limits(memory, here),
@@ -67,7 +69,8 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
-    room, ranks = memory.shared, count(here, "rank")
+    room = memory.shared
+    ranks = count(here, "rank")
     if room is None:
         yield problem(
             f"There is no {SHARED}, where MPI and the workers of a DataLoader share memory: MPI may not start.",
@@ -94,7 +97,8 @@ def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
 
 def _limits(memory: MemoryLimits, here: int) -> Iterator[Finding]:
     if memory.available and _left(memory) < LITTLE_MEMORY * here:
-        limit, of_group = memory.group_limit, ""
+        limit = memory.group_limit
+        of_group = ""
         if limit is not None:
             of_group = f" of {bytes_in_words(limit)} that a control group allows"
         yield warning(

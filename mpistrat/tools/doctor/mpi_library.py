@@ -33,7 +33,8 @@ _INSTALL = (
     "is not found"
 )
 # Headings of docs/troubleshooting.md
-_ALONE, _NO_MPIRUN = "A world of 1", "mpirun: command not found"
+_ALONE = "A world of 1"
+_NO_MPIRUN = "mpirun: command not found"
 _MPIRUN = "start with mpirun inside sbatch or salloc"
 _LATE_ALONE = "try one line alone: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
 _LATE = (
@@ -62,7 +63,8 @@ OUT_OF = {
 
 
 def check(job: Job) -> Iterator[Finding]:
-    launch, library = job.first.launch, job.first.loaded
+    launch = job.first.launch
+    library = job.first.loaded
     if job.failure is not None:
         yield _failure(job.first, job.failure)
     else:
@@ -92,7 +94,8 @@ def _started(job: Job, library: Library) -> Finding:
     name = f"{library_name(library.version)} (MPI {'.'.join(map(str, library.standard))})"
     if not launch.variables:
         return ok(f"No launcher started this: one rank, and {name} runs.")
-    ranks, nodes = count(len(job.ranks), "rank"), count(len(job.nodes()), "node")
+    ranks = count(len(job.ranks), "rank")
+    nodes = count(len(job.nodes()), "node")
     return ok(
         f"{ranks} on {nodes} as started by {launch.launcher} ({launch.variables}); {name} sees the same."
     )
@@ -125,7 +128,8 @@ def _threads(job: Job) -> Iterator[Finding]:
 
 
 def _failure(first: RankFacts, failure: JobFailure) -> Finding:
-    launch, library = first.launch, first.loaded
+    launch = first.launch
+    library = first.loaded
     if failure.kind == "library":
         return _no_library(first, failure)
     if failure.kind == "topology":
@@ -150,9 +154,11 @@ def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
 
 def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
     launch = first.launch
-    text, fix = f"Python finds no MPI library ({failure.text})", _INSTALL
+    text = f"Python finds no MPI library ({failure.text})"
+    fix = _INSTALL
     if not first.software.mpi4py or "No module named 'mpi4py'" in failure.text:
-        text, fix = "mpi4py is not installed: ranks cannot talk to each other", "pip install mpi4py"
+        text = "mpi4py is not installed: ranks cannot talk to each other"
+        fix = "pip install mpi4py"
     if launch.of_several:
         started = "several ranks" if launch.size is None else count(launch.size, "rank")
         text += f", so of the {started} that {launch.launcher} started ({launch.variables}) each would be alone"
@@ -172,7 +178,8 @@ def _fix_mismatch(launch: Launch, library: Library) -> str:
 
 
 def _fixes_of_mismatch(launch: Launch, library: Library) -> Iterator[str]:
-    command, other = launcher_of(library.path), library_of(launch.mpirun)
+    command = launcher_of(library.path)
+    other = library_of(launch.mpirun)
     if launch.by_srun:
         yield _fix_srun(launch, library_family(library.version))
         if command:
@@ -234,7 +241,8 @@ def _command(launch: Launch, library: Library) -> Finding:
     """
     first = f"The mpirun that is first in PATH, {launch.mpirun},"
     name = library_name(library.version)
-    family, of_command = library_family(library.version), command_family(launch.mpirun_version)
+    family = library_family(library.version)
+    of_command = command_family(launch.mpirun_version)
     versions = [_version_in(text) for text in (launch.mpirun_version, name)]
     majors = {version.split(".")[0] for version in versions}
     if not of_command or not family:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 ok, warning, problem = findings_of("nodes")
 SECONDS_OF_A_COMMAND = 10.0
-CLOCKS_DIFFER, CLOCKS_ARE_WRONG = 1.0, 60.0  # seconds; MUNGE refuses credentials after 300
+CLOCKS_DIFFER = 1.0  # seconds
+CLOCKS_ARE_WRONG = 60.0  # seconds; MUNGE refuses credentials after 300
 _STEP = {
     "step": "SLURM_STEP_ID",
     "nodes": "SLURM_STEP_NODELIST",
@@ -34,7 +35,8 @@ _STEP = {
     "distribution": "SLURM_DISTRIBUTION",
 }
 # Headings of docs/troubleshooting.md
-_APART, _OTHERS = "Clocks are apart", "SLURM_* variables speak of job"
+_APART = "Clocks are apart"
+_OTHERS = "SLURM_* variables speak of job"
 UNSET = "begin with a new login shell, or unset them (bash: unset ${!SLURM_*})"
 MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos) stops working"
 
@@ -61,7 +63,8 @@ def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
     Args: slurm: Slurm's variables; without them srun and squeue are not asked.
     """
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec") or ""
-    job, none = slurm.get("SLURM_JOB_ID", ""), ChildOutput("", "", "")
+    job = slurm.get("SLURM_JOB_ID", "")
+    none = ChildOutput("", "", "")
     version = _ask(mpirun, "--version") if mpirun else none
     types = _ask("srun", "--mpi=list") if slurm else none
     return {

@@ -98,7 +98,8 @@ def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
     ranks = world.gather(rank)
 
     leaders = world.Split(int(first), topology.rank)
-    clocks, measured = list[facts.Clock](), None
+    clocks = list[facts.Clock]()
+    measured = None
     if first and topology.num_nodes > 1:
         clocks, measured = _between_nodes(leaders, topology, tell)
     elif not first:

@@ -70,7 +70,8 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
     In the last case the process is killed.
     Args: words: the file with the process's stdout and stderr, for the text of a failure.
     """
-    stage, seconds = "the start of Python", SECONDS_TO_IMPORT
+    stage = "the start of Python"
+    seconds = SECONDS_TO_IMPORT
     until = time.monotonic() + seconds
     library: Library | None = None
     rest = b""
@@ -91,7 +92,8 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
         *lines, rest = (rest + data).split(b"\n")
         for message in map(json.loads, lines):
             if "stage" in message:
-                stage, seconds = message["stage"], message["seconds"]
+                stage = message["stage"]
+                seconds = message["seconds"]
                 until = time.monotonic() + seconds
             elif "library" in message:
                 library = from_json(Library, message["library"])

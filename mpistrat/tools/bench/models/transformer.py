@@ -7,7 +7,11 @@ from torch import nn
 
 from mpistrat.tools.bench.models.model import Model
 
-_WIDTH, _HEADS, _LAYERS, _LENGTH, _BYTES = 256, 4, 6, 128, 256
+_WIDTH = 256
+_HEADS = 4
+_LAYERS = 6
+_LENGTH = 128
+_BYTES = 256
 
 
 class Transformer(nn.Module):

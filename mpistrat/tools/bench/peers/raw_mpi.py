@@ -102,7 +102,8 @@ def _in_place(work: Work) -> Step:
 def all_reduces(values: Array) -> dict[str, Callable[[], Array]]:
     if arrays.is_on_accelerator(values):
         _check(values.device)
-    result, in_place = arrays.copy(values), arrays.copy(values)
+    result = arrays.copy(values)
+    in_place = arrays.copy(values)
 
     def into_another() -> Array:
         MPI.COMM_WORLD.Allreduce(_memory(values), _memory(result))

@@ -20,7 +20,8 @@ from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.work import Step, Work, step_of
 from mpistrat.torch_distributed.default_group import make_default_group
 
-GLOO, MPISTRAT = "gloo", "mpistrat"
+GLOO = "gloo"
+MPISTRAT = "mpistrat"
 
 
 @functools.cache
