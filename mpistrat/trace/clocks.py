@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 ROUNDS = 20
+_Clock = Callable[[], int]  # returns a clock's time, in ns
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Comparison:
     error: int
 
 
-def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
+def compare(ask: _Clock, now: _Clock) -> Comparison:
     """Compare two clocks by Cristian's algorithm, and return the comparison of the shortest of `ROUNDS` round trips.
 
     The other clock was read within the round trip; the best guess is its middle, with an error of at most half of the
@@ -55,7 +56,7 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
     return min(comparisons, key=operator.attrgetter("error"))
 
 
-def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comparison:
+def compare_with(comm: MPI.Intracomm, rank: int, now: _Clock) -> Comparison:
     """Compare this process's clock with the clock of `rank` in `comm`. That rank must call `answer` at the same time.
 
     Args: now: returns the time of this process's clock, in ns.
@@ -70,7 +71,7 @@ def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comp
     return compare(ask, now)
 
 
-def answer(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> None:
+def answer(comm: MPI.Intracomm, rank: int, now: _Clock) -> None:
     """Answer the `compare_with` of `rank` in `comm`: send it the time of this process's clock `ROUNDS` times.
 
     Args: now: returns the time of this process's clock, in ns.
@@ -103,7 +104,6 @@ class Alignment:
         first = self._first
         last = self._last
         span = last.at - first.at
-        if span == 0:
-            return time + first.ahead
         passed = min(max(time - first.at, 0), span)
-        return time + first.ahead + (last.ahead - first.ahead) * passed // span
+        change = (last.ahead - first.ahead) * passed
+        return time + first.ahead + change // max(span, 1)

@@ -8,13 +8,13 @@ thread (`tid`) a track. Complete events (`ph` "X") nest by their times in micros
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import IO, Any
 
 from mpistrat.machine.private_files import create
@@ -23,6 +23,8 @@ from mpistrat.trace.timeline import HEADER_VERSION, header_of, part_of
 
 _PART = re.compile(r"rank-(\d+)\.part")
 _Collective = tuple[str, int]  # the communicator's name, and the number of the call
+_LastToEnter = dict[_Collective, tuple[int, int, int]]  # see `_last_to_enter`
+_Conversion = Callable[[int], int]  # converts a clock's times into another clock's times, in ns
 
 
 def trace_of(folder: str) -> str:
@@ -224,7 +226,7 @@ class _RankTrace:
         self.clock = header["clock"]
         self.begins = header["begins"]
         self.name = f"rank {self.rank} on {header['node']}, pid {header['pid']}"
-        self.aligned: Callable[[int], int] = _unchanged
+        self.aligned: _Conversion = _unchanged
         self.has_end = False
         self.kinds: dict[int, _EventKind] = {}
         self.tracks: dict[int, str] = {}
@@ -240,9 +242,7 @@ class _RankTrace:
             elif "end" in line:
                 self.has_end = True
 
-    def trace_events(
-        self, beginning: int, last: dict[_Collective, tuple[int, int, int]]
-    ) -> Iterator[str]:
+    def trace_events(self, beginning: int, last: _LastToEnter) -> Iterator[str]:
         """Yield each event of the part as JSON text, after events that name the rank and its threads.
 
         A collective yields two more, "wait for the others" and "move bytes", if it is known when all had entered it.
@@ -288,23 +288,20 @@ class _RankTrace:
                     yield json.loads(line)
 
 
-def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
+def _alignments(parts: list[_RankTrace]) -> dict[str, _Conversion]:
     """Return by clock's name the function that converts its times into times of the first part's clock, in ns.
 
     A clock has no entry if no chain of comparisons leads to the first part's clock.
     """
-    found: dict[str, dict[str, list[Comparison]]] = defaultdict(
-        functools.partial(defaultdict, list)
-    )
+    found: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for part in parts:
         for reference, comparison in part.comparisons:
-            found[part.clock][reference].append(comparison)
-    known: dict[str, Callable[[int], int]] = {parts[0].clock: _unchanged}
+            found[part.clock, reference].append(comparison)
+    known: dict[str, _Conversion] = {parts[0].clock: _unchanged}
     while True:
         reached = {
             clock: _chained(Alignment(comparisons), known[reference])
-            for clock, references in found.items()
-            for reference, comparisons in references.items()
+            for (clock, reference), comparisons in found.items()
             if clock not in known and reference in known
         }
         if not reached:
@@ -312,15 +309,15 @@ def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
         known |= reached
 
 
-def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Callable[[int], int]:
+def _chained(first: _Conversion, second: _Conversion) -> _Conversion:
     return lambda time: second(first(time))
 
 
-def _last_to_enter(parts: list[_RankTrace]) -> dict[_Collective, tuple[int, int, int]]:
+def _last_to_enter(parts: list[_RankTrace]) -> _LastToEnter:
     """Return for each collective (communicator's name, number of the call) three numbers about the parts' calls: how
     many ranks' calls the parts have; when the last rank entered, in ns of the first part's clock; that rank's number.
     """
-    last: dict[_Collective, tuple[int, int, int]] = {}
+    last: _LastToEnter = {}
     for part in parts:
         for event in part.lines("["):
             about = part.kinds[event[0]]
@@ -341,5 +338,4 @@ def _metadata(what: str, pid: int, tid: int, **arguments: Any) -> str:
 
 def _us(nanoseconds: int) -> str:
     """Return nanoseconds as text in microseconds with three decimals: "1234.567". A float would lose digits."""
-    sign, rest = ("-", -nanoseconds) if nanoseconds < 0 else ("", nanoseconds)
-    return f"{sign}{rest // 1000}.{rest % 1000:03d}"
+    return str(Decimal(nanoseconds).scaleb(-3))
