@@ -98,7 +98,5 @@ def reached(addresses: Sequence[str], port: int, token: bytes) -> list[bool]:
             return connection.recv(len(token), socket.MSG_WAITALL) == token
         return False
 
-    if not addresses:
-        return []
-    with ThreadPoolExecutor(len(addresses)) as threads:
+    with ThreadPoolExecutor(max(1, len(addresses))) as threads:
         return list(threads.map(answers, addresses))

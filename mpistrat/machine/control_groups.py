@@ -63,12 +63,12 @@ def most_memory() -> float:
 
     Returns: the control groups' limit or RAM plus swap, the lesser of the two; infinity if neither is known.
     """
-    group = allowed()
-    known = [group.memory] if group.memory is not None else []
+    limit = allowed().memory
     machine = Path("/proc/meminfo")
+    most = math.inf if limit is None else limit
     if total := number_in(machine, "MemTotal"):
-        known.append(1024 * (total + number_in(machine, "SwapTotal")))
-    return min(known, default=math.inf)
+        most = min(most, 1024 * (total + number_in(machine, "SwapTotal")))
+    return most
 
 
 def _folders(groups: str, mounts: str) -> Iterator[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +24,9 @@ def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection
     """
     from fractions import Fraction  # imported here, so that `import mpistrat` stays fast
 
-    users = collections.Counter(itertools.chain(*map(set, cpus_of_local_ranks)))
+    users = collections.Counter[int]()
+    for cpus in cpus_of_local_ranks:
+        users.update(set(cpus))
     # Fractions, because in floats a sum of three thirds may be less than 1
     shares = (Fraction(1, max(1, users[cpu])) for cpu in set(my_cpus))
     return sum(shares, Fraction())

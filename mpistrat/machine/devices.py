@@ -26,6 +26,10 @@ _DEVICE = re.compile(
 )
 
 
+# For each rank of a node, in rank order, its result of `seen_accelerators`
+_Seen = Sequence[Sequence[str]]
+
+
 def check_device(device: str) -> str:
     """Return `device` in mpistrat's spelling: "cpu:0" for "CPU", "cuda:1" for "/device:GPU:1".
 
@@ -74,8 +78,9 @@ def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
         raise ValueError(
             f"devices must be a list of device names, such as ['cpu:0', 'cpu:1'], got {devices!r:.60}"
         )
-    hosts = {_DEVICE.fullmatch(d)["host"] for d in devices if _DEVICE.fullmatch(str(d))}  # type: ignore[index]
-    if len(hosts - {None, "/job:localhost"}) and len(hosts) > 1:
+    matches = [_DEVICE.fullmatch(str(device)) for device in devices]
+    hosts = {match["host"] for match in matches if match}
+    if len(hosts) > 1 and hosts != {None, "/job:localhost"}:
         raise ValueError(
             f"devices must all be this rank's own; got some of other hosts in {list(devices)}. Ranks on "
             "other nodes join through MPI: start more ranks"
@@ -201,7 +206,7 @@ def nccl_that_outlives_errors() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
+def share_out(seen: _Seen) -> list[int | None]:
     """Choose an accelerator for each rank of a node. Not collective: equal arguments give equal results.
 
     Every accelerator gets one rank before any gets a second, as far as the ranks can see the accelerators (augmenting
@@ -218,7 +223,7 @@ def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
     ]
 
 
-def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
+def share_all(seen: _Seen) -> list[list[int]]:
     """Choose equally many accelerators for each rank of a node: as many as possible, and at least one.
 
     Not collective: equal arguments give equal results.
@@ -239,21 +244,22 @@ def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
     ]
 
 
-def _one_each(seen: Sequence[Sequence[str]]) -> list[list[str]]:
+def _one_each(seen: _Seen) -> list[list[str]]:
     """Choose one accelerator for each rank, as `share_out`. Returns: for each rank, a list with its accelerator's name;
     an empty list for a rank that sees none.
     """
     users: dict[str, list[int]] = collections.defaultdict(list)
     for rank, names in enumerate(seen):
         if names:
-            limits = itertools.count(1)
-            next(limit for limit in limits if _find_place(rank, seen, users, limit, set()))
+            limit = 1
+            while not _find_place(rank, seen, users, limit, set()):
+                limit += 1
     return [[name for name in users if rank in users[name]] for rank in range(len(seen))]
 
 
 def _find_place(
     rank: int,
-    seen: Sequence[Sequence[str]],
+    seen: _Seen,
     users: dict[str, list[int]],
     limit: int,
     tried: set[str],
