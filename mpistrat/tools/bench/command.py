@@ -65,10 +65,17 @@ def _sweep(arguments: argparse.Namespace) -> Report:
 
     show(sweep.heading(name, communicator.size, device))
     for nbytes in sweep.sizes(arguments.minbytes, arguments.maxbytes, arguments.factor):
-        operands = (OPERATIONS[name], communicator, nbytes, arguments.dtype)
-        how = {"in_window": arguments.window, "calls": arguments.iters, "device": device}
-        rows.append(sweep.measure(*operands, **how))
-        show(sweep.line(rows[-1]))
+        row = sweep.measure(
+            OPERATIONS[name],
+            communicator,
+            nbytes,
+            arguments.dtype,
+            in_window=arguments.window,
+            calls=arguments.iters,
+            device=device,
+        )
+        rows.append(row)
+        show(sweep.line(row))
     where = surroundings(communicator, device)
     times = {"median": [row.p50 for row in rows]}
     limit = [row.limit for row in rows]
@@ -154,9 +161,10 @@ def _compare_torch(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import torch_collectives
 
     device = device_named(arguments.device)
-    operands = (arguments.calls, arguments.size, arguments.rounds, device)
     try:
-        rows = torch_collectives.compare_calls(*operands)
+        rows = torch_collectives.compare_calls(
+            arguments.calls, arguments.size, arguments.rounds, device
+        )
     except CannotTakePart as reason:
         raise UsageError(f"compare torch --device {arguments.device}: {reason}") from None
     return table_report("calls of torch.distributed", rows, surroundings(all_ranks(), device))

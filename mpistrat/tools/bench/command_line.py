@@ -77,8 +77,14 @@ def communication_options(text: str) -> CommunicationOptions:
 
 
 TORCH_CALLS = (
-    *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
-    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
 )
 _TORCH_SIZES = [8, *(4 << shift for shift in range(4, 25, 2))]  # to 64 MB
 

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,17 @@ from mpistrat.arrays import Array
 from mpistrat.tools.bench import peers
 from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.errors import CannotTakePart
+from mpistrat.tools.bench.peers import Contestants
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
-Contestants = dict[str, Callable[[], Any]]
+_LeftOut = dict[str, str]  # for each peer that takes no part, the reason
 Row = dict[str, Any]
 OURS = "mpistrat"
 ALONE = "one rank alone"
 COPY = "copy"
 
 
-def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, dict[str, str]]:
+def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, _LeftOut]:
     """Return the step functions of all contestants by name, and for each peer that is left out the reason.
 
     The contestants are one rank alone, all peers, DDP and FSDP2 on mpistrat's process group, and mpistrat. A step
@@ -92,9 +93,7 @@ def _over_own_backend(name: str, times: Mapping[str, float]) -> Row:
     return {f"this / {peer}": times[name] / us for peer, us in peers.items() if peer != OURS}
 
 
-def all_reduce_contestants(
-    nbytes: int, device: Device = HOST
-) -> tuple[Contestants, dict[str, str]]:
+def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contestants, _LeftOut]:
     """Return the functions that sum `nbytes` bytes of float32 over the ranks, by name, and the peers left out, with
     reasons.
 
@@ -137,14 +136,14 @@ def all_reduce_contestants(
 
 def compare_all_reduces(
     sizes: Iterable[int], num_rounds: int, device: Device = HOST
-) -> tuple[list[Row], dict[str, str]]:
+) -> tuple[list[Row], _LeftOut]:
     """Compare sums over the ranks of buffers of `sizes` bytes. Called by: every rank.
 
     Returns: a row of `compare_all_reduce` for each size, and the peers that are left out at the last size, with
         reasons.
     """
-    rows = []
-    left_out = dict[str, str]()
+    rows: list[Row] = []
+    left_out: _LeftOut = {}
     for nbytes in sizes:
         contestants, left_out = all_reduce_contestants(nbytes, device)
         rows.append(compare_all_reduce(nbytes, contestants, num_rounds, device))

@@ -17,6 +17,9 @@ from mpistrat.input import BatchedDataset, FileDataset
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
+_Epoch = Callable[[], object]  # reads an epoch
+_Rows = list[dict[str, Any]]
+
 IMAGE = (3, 32, 32)
 BATCH = 64  # examples per rank and step
 BYTES = 3 * 32 * 32
@@ -45,12 +48,12 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         return torch.from_numpy(image.reshape(IMAGE)), index % 10
 
 
-def through(batches: Iterable[Any]) -> Callable[[], object]:
+def through(batches: Iterable[Any]) -> _Epoch:
     """Return a function that iterates once over `batches` and drops each batch."""
     return functools.partial(collections.deque, batches, maxlen=0)
 
 
-def with_sampler(path: str, **how: Any) -> Callable[[], object]:
+def with_sampler(path: str, **how: Any) -> _Epoch:
     """Return a function that reads this rank's part of a shuffled epoch by a DataLoader with a DistributedSampler.
 
     Programs for DistributedDataParallel do so.   `how`: arguments of the DataLoader.
@@ -66,7 +69,7 @@ def with_sampler(path: str, **how: Any) -> Callable[[], object]:
     return shuffled_epoch
 
 
-def distributed(path: str, **how: Any) -> Callable[[], object]:
+def distributed(path: str, **how: Any) -> _Epoch:
     """Return a function that reads this rank's part of an epoch of a DataLoader that mpistrat distributes.
 
     `how`: arguments of the DataLoader.
@@ -75,14 +78,14 @@ def distributed(path: str, **how: Any) -> Callable[[], object]:
     return through(MultiWorkerMirroredStrategy().experimental_distribute_dataset(loader))
 
 
-def throughput(examples: int, num_rounds: int) -> list[dict[str, Any]]:
+def throughput(examples: int, num_rounds: int) -> _Rows:
     """Measure how many examples per second all ranks together read, by a DistributedSampler and by mpistrat.
 
     Both are measured without a worker process of the DataLoader, and with one per rank.   Called by: every rank.
     Args: examples: the examples of an epoch.
     Returns: a row for each contestant, from the median epoch; samples are the slowest rank's microseconds per epoch.
     """
-    rows: list[dict[str, Any]] = []
+    rows: _Rows = []
     with tempfile.NamedTemporaryFile() as file:
         pixels = np.random.default_rng(0).integers(0, 256, (examples, *IMAGE), np.uint8)
         pixels.tofile(file.name)
@@ -106,7 +109,7 @@ def throughput(examples: int, num_rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _by_worker(path: str) -> dict[str, Callable[[], object]]:
+def _by_worker(path: str) -> dict[str, _Epoch]:
     worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
     forkserver = {**worker, "multiprocessing_context": "forkserver"}
     return {
@@ -126,7 +129,7 @@ class Endless:
         return iter(self._batches)
 
 
-def overhead(num_rounds: int) -> list[dict[str, Any]]:
+def overhead(num_rounds: int) -> _Rows:
     """Measure the microseconds per step of a distributed dataset, and of this rank's batches without it.
 
     Called by: every rank.

@@ -14,6 +14,9 @@ from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.distance import distance_on_node
 from mpistrat.communicators.of_resolver import communicator_of
 
+_Call = Callable[[], object]
+_Results = dict[str, list[float]]  # by name, the result of each round
+
 ROUNDS = 9
 # How long a turn (the calls of one contestant in a round) lasts if the number of its calls is not given
 SECONDS_PER_TURN = 0.1
@@ -60,7 +63,7 @@ def host_of_rank() -> str:
 
 def seconds_of(
     communicator: Communicator,
-    call: Callable[[], object],
+    call: _Call,
     calls: int = 1,
     wait: Callable[[], None] = lambda: None,
 ) -> float:
@@ -80,9 +83,9 @@ def seconds_of(
     return max(communicator.all_gather_object(time.perf_counter() - started)) / calls
 
 
-def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
+def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> _Results:
     """Call each function of `turns` once in each round, one after the other. Returns: by name, the results in order."""
-    rounds: dict[str, list[float]] = {name: [] for name in turns}
+    rounds: _Results = {name: [] for name in turns}
     for _ in range(num_rounds):
         for name, turn in turns.items():
             rounds[name].append(turn())
@@ -90,11 +93,11 @@ def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> dic
 
 
 def compare(
-    contestants: Mapping[str, Callable[[], object]],
+    contestants: Mapping[str, _Call],
     repeat: int | None = None,
     num_rounds: int = ROUNDS,
     wait: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
+) -> _Results:
     """Time the contestants: in each of `num_rounds` rounds, each contestant is called `repeat` times in a row.
 
     Called by: every rank. A few calls before the first round are not timed.
@@ -112,7 +115,7 @@ def compare(
         longest = max(seconds_of(communicator, call, 1, wait) for call in contestants.values())
         repeat = max(1, round(SECONDS_PER_TURN / longest))
 
-    def turn(call: Callable[[], object], calls: int) -> float:
+    def turn(call: _Call, calls: int) -> float:
         return seconds_of(communicator, call, calls, wait) * 1e6
 
     turns = {name: functools.partial(turn, call, repeat) for name, call in contestants.items()}

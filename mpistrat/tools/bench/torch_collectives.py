@@ -36,7 +36,8 @@ class TorchCollective(Operation):
     def __init__(self, group: dist.ProcessGroup | None, nbytes: int, device: Device = HOST) -> None:
         super().__init__(all_ranks(), nbytes, _FLOAT32, in_window=False, device=device)
         self.group = group
-        self.sent, self.received = map(arrays.as_tensor, (self.source, self.result))
+        self.sent = arrays.as_tensor(self.source)
+        self.received = arrays.as_tensor(self.result)
         self.sent_parts = list(self.sent.chunk(self.communicator.size))
         self.received_parts = list(self.received.chunk(self.communicator.size))
 

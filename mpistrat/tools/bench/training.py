@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from mpistrat.tools.bench import examples
 from mpistrat.tools.bench.device_choice import device_named
 from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.models import model_named
+from mpistrat.tools.bench.report import Row
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
 from mpistrat.tools.bench.surroundings import surroundings
@@ -26,6 +27,7 @@ from mpistrat.tools.bench.work import Step, Work, alone
 WARM_UP = 3  # steps before the measurement if there are no trials
 # Five steps with communication, five without, and so on: so a machine that gets slower slows both down.
 STEPS_PER_BLOCK = 5
+_Times = dict[str, list[float]]  # by a step's part, the seconds of each step
 
 
 def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -110,7 +112,7 @@ def _measure(
     batches: Iterator[examples.Batch] | None,
     step: Step,
     steps: int,
-) -> tuple[dict[str, list[float]], list[float]]:
+) -> tuple[_Times, list[float]]:
     """Run `steps` steps with communication, and as many without. The steps before the measurement are not timed.
 
     Args:
@@ -119,7 +121,7 @@ def _measure(
     Returns: this rank's seconds of each step: "step" (whole, with its "input"), "input" (reading the batch) and
         "compute" (a step without communication); and all its losses, of the untimed steps, too.
     """
-    times: dict[str, list[float]] = {"step": [], "input": [], "compute": []}
+    times: _Times = {"step": [], "input": [], "compute": []}
     losses: list[float] = []
     plain = alone(work)
 
@@ -152,9 +154,7 @@ def _measure(
     return times, losses
 
 
-def efficiency_of(
-    compute_ms: float, step_ms: float, where: Mapping[str, Any]
-) -> tuple[float | None, str]:
+def efficiency_of(compute_ms: float, step_ms: float, where: Row) -> tuple[float | None, str]:
     """Return `compute_ms` / `step_ms` and ""; or None and a reason, if ranks share cores: then it would mislead.
 
     Args: where: the result of `surroundings`.
@@ -178,7 +178,7 @@ def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> li
     return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
 
-def wrong(row: Mapping[str, Any]) -> str:
+def wrong(row: Row) -> str:
     """Return a row's faults as text: parameters that differ between ranks, losses that are not finite; "" if none."""
     found = []
     if row["ranks_that_differ"]:
@@ -189,7 +189,7 @@ def wrong(row: Mapping[str, Any]) -> str:
     return "; ".join(found)
 
 
-def lines(row: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
+def lines(row: Row, where: Row) -> list[str]:
     """Return the row as lines of text."""
     mistake = wrong(row)
     efficiency = row["efficiency"]

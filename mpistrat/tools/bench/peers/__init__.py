@@ -15,6 +15,7 @@ from typing import Any
 from mpistrat.tools.bench.errors import CannotTakePart
 from mpistrat.tools.bench.rounds import first_reason
 
+Contestants = dict[str, Callable[[], Any]]
 # The file here, the package to import, and the peer's name in reports.
 PEERS = (
     ("raw_mpi", "mpi4py", "raw MPI"),
@@ -24,16 +25,16 @@ PEERS = (
 )
 
 
-def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def contestants(what: str, *work: Any) -> tuple[Contestants, dict[str, str]]:
     """Return the contestants of all peers by name, and for each peer that is left out the reason.
 
     Called by: every rank. A peer that one rank cannot use is left out on all ranks, with the lowest such rank's reason.
     Args: what: the function of each peer's file to call: "training_steps" or "all_reduces".   work: its arguments.
     """
-    present: dict[str, Callable[[], Any]] = {}
+    present: Contestants = {}
     left_out: dict[str, str] = {}
     for file, package, name in PEERS:
-        found: dict[str, Callable[[], Any]] = {}
+        found: Contestants = {}
         reason = first_reason("" if importlib.util.find_spec(package) else "not installed")
         if not reason:
             try:
