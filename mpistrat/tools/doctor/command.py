@@ -7,7 +7,7 @@ import itertools
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from mpistrat.tools.doctor import (
     cores,
@@ -20,7 +20,7 @@ from mpistrat.tools.doctor import (
     software,
 )
 from mpistrat.tools.doctor.facts import Job, JobFailure, RankFacts
-from mpistrat.tools.doctor.finding import PROBLEM, Finding, said_once
+from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, said_once
 from mpistrat.tools.doctor.printing import as_text, to_json
 from mpistrat.tools.doctor.supervision import run_rank
 
@@ -85,7 +85,7 @@ def judge(job: Job) -> list[Finding]:
     return said_once(itertools.chain(*(_guarded(check, job) for check in CHECKS)))
 
 
-def _guarded(check: Check, job: Job) -> Iterator[Finding]:
+def _guarded(check: Check, job: Job) -> Findings:
     """Yield the findings of a check. If the check raises an error, yield a problem that names the error."""
     try:
         yield from check(job)

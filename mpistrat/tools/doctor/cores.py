@@ -5,15 +5,14 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Iterator, Sequence
 
 from mpistrat.liveness.processes import launcher_of
 from mpistrat.machine.control_groups import allowed
 from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_threads
 from mpistrat.machine.notices import runs_in_words
 from mpistrat.machine.shared_caches import caches_of
-from mpistrat.tools.doctor.facts import Cores, Job, RankFacts
-from mpistrat.tools.doctor.finding import PROBLEM, Finding, findings_of, on_node
+from mpistrat.tools.doctor.facts import Cores, Job, Ranks
+from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, findings_of, on_node
 from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("cores")
@@ -46,7 +45,7 @@ def _cores_of_launcher() -> int:
         return len(os.sched_getaffinity(0))
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     if job.failure is not None and job.first.launch.of_several:
         return  # the number of ranks on this node is not known
     for name, ranks in job.nodes().items():
@@ -59,7 +58,7 @@ def check(job: Job) -> Iterator[Finding]:
         yield from on_node(name, found)
 
 
-def _shared_caches(ranks: Sequence[RankFacts]) -> str:
+def _shared_caches(ranks: Ranks) -> str:
     caches = [set(rank.cores.caches) for rank in ranks]
     if not all(caches):
         return (
@@ -69,51 +68,54 @@ def _shared_caches(ranks: Sequence[RankFacts]) -> str:
     return f": their cores share {f'a cache of level {min(shared)[0]}' if shared else 'no cache'}"
 
 
-def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _sharing(ranks: Ranks) -> Findings:
     """Find, on one node, more ranks than cores, ranks that share cores while others are free, and cores that no rank
     may use. Yields at most one finding: the first of these faults.
     """
+    number = len(ranks)
     cores = _cores_of(ranks)
+    num_cores = len(cores)
     usable = _usable_cpus(ranks)
     spare = _cores_left_by_launcher(ranks)
-    here = f"{count(len(ranks), 'rank')} here"
-    bound_to = count(len(cores), "core")
+    of_launcher = num_cores + spare
+    here = f"{count(number, 'rank')} here"
+    bound_to = count(num_cores, "core")
     masks = [rank.cores.allowed for rank in ranks]
     # The masks of the ranks with a share of less than one core
     crowded = [mask for mask in masks if cpu_share(mask, masks) < 1]
-    if crowded and len(cores) >= len(ranks):
+    if crowded and num_cores >= number:
         shared = set().union(*crowded)
         yield problem(
             f"{len(crowded)} of {here} are bound to {count(len(shared), 'core')} "
-            f"(CPU {runs_in_words(shared)}), although the ranks have {len(cores)} between them.",
-            _bind(ranks, len(cores) // len(ranks)),
+            f"(CPU {runs_in_words(shared)}), although the ranks have {num_cores} between them.",
+            _bind(ranks, num_cores // number),
             _BOUND,
         )
     elif crowded and spare:
         yield problem(
             f"{here} are bound to {bound_to} (CPU {runs_in_words(cores)}) of the launcher's "
-            f"{len(cores) + spare}.",
-            _bind(ranks, (len(cores) + spare) // len(ranks)),
+            f"{of_launcher}.",
+            _bind(ranks, of_launcher // number),
             _BOUND,
         )
-    elif len(ranks) > usable:
-        limited = f", with {usable:g} CPUs' worth of time" * (usable < len(cores))
-        ask = f", or ask Slurm for more: --ntasks-per-node={len(ranks)} --cpus-per-task=1"
+    elif number > usable:
+        limited = f", with {usable:g} CPUs' worth of time" * (usable < num_cores)
+        ask = f", or ask Slurm for more: --ntasks-per-node={number} --cpus-per-task=1"
         yield problem(
             f"{here} have {bound_to}{limited}: they take turns, and MPI's waiting takes a core, too.",
             f"start at most {count(max(1, int(usable)), 'rank')} per node{ask * bool(ranks[0].launch.slurm)}",
             _TURNS,
         )
-    elif len(ranks) > 1 and spare >= len(cores):
+    elif number > 1 and spare >= num_cores:
         yield warning(
-            f"{here} may run on {len(cores)} of the launcher's {len(cores) + spare} cores: it has bound each to "
+            f"{here} may run on {num_cores} of the launcher's {of_launcher} cores: it has bound each to "
             f"{count(len(ranks[0].cores.allowed), 'core')}.",
-            _bind(ranks, (len(cores) + spare) // len(ranks)),
+            _bind(ranks, of_launcher // number),
             _BOUND,
         )
 
 
-def _quota(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _quota(ranks: Ranks) -> Findings:
     """Find a control group's limit of CPU time that is below the number of the ranks' cores.
 
     Nothing if the limit is below the number of ranks: `_sharing` reports that.
@@ -129,26 +131,26 @@ def _quota(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         )
 
 
-def _cores_of(ranks: Sequence[RankFacts]) -> set[int]:
+def _cores_of(ranks: Ranks) -> set[int]:
     """Return the cores that any of the ranks may use."""
     return set().union(*(rank.cores.allowed for rank in ranks))
 
 
-def _usable_cpus(ranks: Sequence[RankFacts]) -> float:
+def _usable_cpus(ranks: Ranks) -> float:
     """Return the number of the ranks' cores; if that is less, the CPUs' worth of time that a control group allows."""
     cores = len(_cores_of(ranks))
     quota = ranks[0].cores.quota
     return cores if quota is None else min(cores, quota)
 
 
-def _cores_left_by_launcher(ranks: Sequence[RankFacts]) -> int:
+def _cores_left_by_launcher(ranks: Ranks) -> int:
     """Return how many cores the launcher may use and no rank may. 0 under Slurm: there, ranks cannot get more cores."""
     if ranks[0].launch.slurm:
         return 0
     return max(0, ranks[0].cores.of_launcher - len(_cores_of(ranks)))
 
 
-def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _threads(ranks: Ranks) -> Findings:
     """Find variables such as OMP_NUM_THREADS that the user has set to more than a rank's share of the cores."""
     masks = [rank.cores.allowed for rank in ranks]
     too_many: collections.Counter[tuple[str, str, int]] = collections.Counter()
@@ -166,7 +168,7 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         )
 
 
-def _slurm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _slurm(ranks: Ranks) -> Findings:
     """Find a --cpus-per-task that sbatch got and srun did not take over. Since Slurm 22.05, srun ignores sbatch's."""
     slurm = ranks[0].launch.slurm
     has = len(ranks[0].cores.allowed)
@@ -181,7 +183,7 @@ def _slurm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         )
 
 
-def _fine(ranks: Sequence[RankFacts]) -> Finding:
+def _fine(ranks: Ranks) -> Finding:
     masks = [rank.cores.allowed for rank in ranks]
     shares = sorted({intra_op_threads(mask, masks) for mask in masks})
     cores = " to ".join(map(str, sorted({shares[0], shares[-1]})))
@@ -194,7 +196,7 @@ def _fine(ranks: Sequence[RankFacts]) -> Finding:
     )
 
 
-def _bind(ranks: Sequence[RankFacts], each: int) -> str:
+def _bind(ranks: Ranks, each: int) -> str:
     """Return advice: the launcher's command line that gives each rank `each` cores of its own, at least one."""
     each = max(1, each)
     here = len(ranks)

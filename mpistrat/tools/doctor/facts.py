@@ -195,6 +195,9 @@ class RankFacts:
         return self.library or Library()
 
 
+Ranks = list[RankFacts]  # in rank order
+
+
 @dataclass(frozen=True)
 class JobFailure:
     """Why there is no MPI job.
@@ -222,7 +225,7 @@ class Job:
         failure: how MPI failed; None if it started.
     """
 
-    ranks: list[RankFacts]
+    ranks: Ranks
     failure: JobFailure | None = None
     clocks: list[Clock] = field(default_factory=list)
     links: Links | None = None
@@ -231,7 +234,7 @@ class Job:
     def first(self) -> RankFacts:
         return self.ranks[0]
 
-    def nodes(self) -> dict[str, list[RankFacts]]:
+    def nodes(self) -> dict[str, Ranks]:
         """Return {node's name: its ranks}, in the order of the nodes' numbers.
 
         The name is the host name. Nodes with the same host name get separate keys: "host (node 0)", "host (node 1)".

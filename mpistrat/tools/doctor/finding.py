@@ -42,13 +42,16 @@ class Finding:
             raise ValueError(f"a finding has a fix and a heading exactly if it is not ok: {self}")
 
 
+Findings = Iterator[Finding]
+
+
 def findings_of(check: str) -> tuple[partial[Finding], partial[Finding], partial[Finding]]:
     """Return the functions ok(text), warning(text, fix, heading) and problem(text, fix, heading) for one check."""
     finding = partial(Finding, check)
     return partial(finding, OK), partial(finding, WARNING), partial(finding, PROBLEM)
 
 
-def on_node(name: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+def on_node(name: str, findings: Iterable[Finding]) -> Findings:
     """Return the findings as findings about the node `name` alone."""
     return (dataclasses.replace(finding, nodes=(name,)) for finding in findings)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.machine.gpu_advice import INSTALL_NCCL, ONE_ENVIRONMENT, ONE_RANK_PER_GPU
@@ -12,8 +11,8 @@ from mpistrat.machine.gpus import visible_gpus
 from mpistrat.machine.library_search import LIBRARY_PATH, libraries_on_path
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ask
-from mpistrat.tools.doctor.facts import Driver, Gpus, Job, RankFacts, grouped
-from mpistrat.tools.doctor.finding import Finding, findings_of, on_node
+from mpistrat.tools.doctor.facts import Driver, Gpus, Job, Ranks, grouped
+from mpistrat.tools.doctor.finding import Finding, Findings, findings_of, on_node
 from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("GPUs")
@@ -79,7 +78,7 @@ def look(driver: Driver) -> Gpus:
     return Gpus(named, **seen, nccl_visible=visible)
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     nodes = [(name, ranks, gpus) for name, ranks in job.nodes().items() if (gpus := ranks[0].gpus)]
     some_have = any(_have(ranks, gpus) for _, ranks, gpus in nodes)
     for name, ranks, gpus in nodes:
@@ -94,7 +93,7 @@ def check(job: Job) -> Iterator[Finding]:
         yield ok("No GPU is visible: neither NCCL nor a CUDA-aware MPI is needed.")
 
 
-def _torch_import(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
+def _torch_import(ranks: Ranks, gpus: Gpus) -> Findings:
     if gpus.torch_error and not ranks[0].driver.hangs:
         yield problem(
             f"torch cannot be imported: {gpus.torch_error}.",
@@ -104,7 +103,7 @@ def _torch_import(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
         )
 
 
-def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
+def _have(ranks: Ranks, gpus: Gpus) -> bool:
     """Return whether CUDA's driver shows a GPU to any rank of the node, or torch sees one.
 
     GPUs that only CUDA_VISIBLE_DEVICES or nvidia-smi names do not count, because a rank may be unable to use them.
@@ -112,7 +111,7 @@ def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
     return any(rank.driver.gpus for rank in ranks) or gpus.torch_gpus > 0
 
 
-def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterator[Finding]:
+def _gpus_of_node(ranks: Ranks, gpus: Gpus, some_have: bool) -> Findings:
     """Yield the findings about the GPUs of one node.
 
     Yields nothing if all is as on a machine without GPUs: no rank can use a GPU, CUDA's driver has no error, neither
@@ -153,7 +152,7 @@ def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterat
         )
 
 
-def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
+def _usable(ranks: Ranks, gpus: Gpus) -> Findings:
     """Yield the findings about a node with GPUs that a program can use: on ranks, torch, NCCL, and MPI."""
     yield from _without(ranks)
     number = len(ranks[0].driver.gpus) or gpus.torch_gpus
@@ -169,7 +168,7 @@ def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
         yield _mpi(gpus.mpi_refusal)
 
 
-def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
+def _torch_build(gpus: Gpus, number: int) -> Findings:
     """Yield a finding if torch cannot use the node's `number` GPUs: it is a build for CPUs, or for a newer driver.
 
     Yields nothing if torch is not installed.
@@ -192,7 +191,7 @@ def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
         )
 
 
-def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
+def _shared_gpus(ranks: Ranks, number: int) -> Findings:
     """Yield a warning if more ranks of a node use GPUs than the node has. GPUs are counted over all of its ranks.
 
     Ranks may see different GPUs, by --gpus-per-task or by a script that the launcher starts.
@@ -229,7 +228,7 @@ def _mpi(refusal: str) -> Finding:
     )
 
 
-def _without(ranks: list[RankFacts]) -> Iterator[Finding]:
+def _without(ranks: Ranks) -> Findings:
     """Find ranks that see no GPU while other ranks of the node see some."""
     without = [rank for rank in ranks if not rank.driver.gpus]
     if 0 < len(without) < len(ranks):
@@ -246,7 +245,7 @@ def _without(ranks: list[RankFacts]) -> Iterator[Finding]:
         )
 
 
-def _nccl(gpus: Gpus) -> Iterator[Finding]:
+def _nccl(gpus: Gpus) -> Findings:
     loaded = gpus.nccl_loaded
     if len(loaded) > 1:
         listed = " and ".join(f"{version} ({path})" for path, version in loaded)
@@ -274,7 +273,7 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
         yield from _origin_of_nccl(path, version, gpus.nccl_visible)
 
 
-def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterator[Finding]:
+def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Findings:
     """Warn of an NCCL that is not the one from torch's wheel, or of another NCCL in LD_LIBRARY_PATH.
 
     Yields ok with the loaded NCCL, unless it is not the wheel's.
@@ -302,7 +301,7 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterat
         )
 
 
-def _nccl_versions(nodes: list[tuple[str, list[RankFacts], Gpus]]) -> Iterator[Finding]:
+def _nccl_versions(nodes: list[tuple[str, Ranks, Gpus]]) -> Findings:
     hosts = grouped((gpus.nccl_loaded[0][1], name) for name, _, gpus in nodes if gpus.nccl_loaded)
     if len(hosts) > 1:
         listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())

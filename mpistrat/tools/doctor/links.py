@@ -10,14 +10,14 @@ from __future__ import annotations
 import bisect
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.tools.doctor.facts import Job, grouped
-from mpistrat.tools.doctor.finding import Finding, findings_of
+from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
 from mpistrat.tools.doctor.wording import count
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ SLOW = 0.5
 VERY_SLOW = 0.25
 UNUSED = 0.2  # times the speed of the fastest device
 MOST_NAMED = 5
+_Pair = tuple[int, int]  # the numbers of two nodes
+_Rates = dict[_Pair, float]  # bytes per second
 # Headings of docs/troubleshooting.md
 _SLOW = "The link is slow"
 
@@ -100,17 +102,18 @@ def _lead(comm: MPI.Intracomm, other: int, data: np.ndarray, until: float) -> fl
     """
     _exchange(comm, other, data[:1])  # MPI connects at the first message
     size = SMALLEST
-    samples = dict[int, list[float]]()
+    samples: list[float] = []
     while True:
         took = _exchange(comm, other, data[:size])
-        samples.setdefault(size, []).append(took)
+        samples.append(took)
         left = until - time.perf_counter()
         if left < took:
             break
         if size < LARGEST and left > 3 * 2 * took:  # enough for three messages of twice the size
             size *= 2
+            samples.clear()
     comm.Send(np.zeros(1, np.int64), other)
-    return 2 * size / statistics.median(samples[size])
+    return 2 * size / statistics.median(samples)
 
 
 def _exchange(comm: MPI.Intracomm, other: int, data: np.ndarray) -> float:
@@ -131,7 +134,7 @@ def _follow(comm: MPI.Intracomm, other: int, data: np.ndarray) -> None:
         comm.Send(data[: size[0]], other)
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     links = job.links
     if links is None or not links.rates:
         return
@@ -149,7 +152,7 @@ def check(job: Job) -> Iterator[Finding]:
         )
 
 
-def slower_than_others(rates: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+def slower_than_others(rates: _Rates) -> _Rates:
     """Return the pairs with less than half the median rate of the other pairs; for each pair, that median.
 
     Args: rates: bytes per second of each pair of nodes.
@@ -171,9 +174,7 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
     return sum(ordered[position + (position >= index)] for position in (low, high)) / 2
 
 
-def _named(
-    slow: dict[tuple[int, int], float], rates: dict[tuple[int, int], float], names: Sequence[str]
-) -> Iterator[Finding]:
+def _named(slow: _Rates, rates: _Rates, names: Sequence[str]) -> Findings:
     """Yield findings: each node that is slow with every other node, then the five slowest of the remaining pairs.
 
     Args: slow: for each slow pair, the median rate of the other pairs.   names: the names of the nodes.
@@ -204,22 +205,20 @@ def _named(
         yield warning(f"{more} more pairs of nodes are slow.", "see all in --json", _SLOW)
 
 
-def _slow_nodes(
-    slow: Set[tuple[int, int]], pairs: Iterable[tuple[int, int]]
-) -> dict[int, list[tuple[int, int]]]:
+def _slow_nodes(slow: Set[_Pair], pairs: Iterable[_Pair]) -> dict[int, list[_Pair]]:
     """Return the nodes that are slow in all their measured pairs, at least two; for each node, these pairs.
 
     Args: slow: the slow ones of `pairs`.
     """
     pairs_of = grouped((node, pair) for pair in pairs for node in pair)
     return {
-        node: pairs_of[node]
-        for node in sorted(pairs_of)
-        if len(pairs_of[node]) > 1 and slow >= set(pairs_of[node])
+        node: found
+        for node, found in sorted(pairs_of.items())
+        if len(found) > 1 and slow >= set(found)
     }
 
 
-def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
+def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Findings:
     """Find an MPI with rates below a fifth of a network device's speed: it seems to use another device.
 
     Args: best: the highest rate, in bytes per second.   speeds: for each node, the speeds of its devices as text.

@@ -8,12 +8,12 @@ import operator
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mpistrat.machine.control_groups import allowed, number_in
 from mpistrat.tools.doctor.facts import Job, MemoryLimits, Room
-from mpistrat.tools.doctor.finding import Finding, findings_of, on_node
+from mpistrat.tools.doctor.finding import Findings, findings_of, on_node
 from mpistrat.tools.doctor.wording import bytes_in_words, count
 
 ok, warning, problem = findings_of("memory")
@@ -50,7 +50,7 @@ def look() -> MemoryLimits:
     )
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     well: dict[str, MemoryLimits] = {}
     for name, ranks in job.nodes().items():
         memory = ranks[0].memory
@@ -68,7 +68,7 @@ def check(job: Job) -> Iterator[Finding]:
         yield ok(_summary(list(well.values())), nodes=tuple(well))
 
 
-def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
+def _shared(memory: MemoryLimits, here: int) -> Findings:
     room = memory.shared
     ranks = count(here, "rank")
     if room is None:
@@ -95,7 +95,7 @@ def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
         )
 
 
-def _limits(memory: MemoryLimits, here: int) -> Iterator[Finding]:
+def _limits(memory: MemoryLimits, here: int) -> Findings:
     if memory.available and _left(memory) < LITTLE_MEMORY * here:
         limit = memory.group_limit
         of_group = ""
@@ -124,7 +124,7 @@ def _limits(memory: MemoryLimits, here: int) -> Iterator[Finding]:
         )
 
 
-def _files(memory: MemoryLimits, all_ranks: int) -> Iterator[Finding]:
+def _files(memory: MemoryLimits, all_ranks: int) -> Findings:
     needed = FILES_OF_A_PROGRAM + FILES_PER_RANK * all_ranks
     if memory.files is None or memory.files >= max(needed, FEW_FILES):
         return
@@ -142,7 +142,7 @@ def _files(memory: MemoryLimits, all_ranks: int) -> Iterator[Finding]:
         yield warning(f"{open_files}; workers of a DataLoader can need more.", fix, _FILES)
 
 
-def _space(memory: MemoryLimits) -> Iterator[Finding]:
+def _space(memory: MemoryLimits) -> Findings:
     room = memory.temporary
     if room is None:
         yield problem(

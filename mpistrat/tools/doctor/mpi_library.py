@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, 
 from mpistrat.machine import library_search as search
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.facts import Job, JobFailure, Launch, Library, RankFacts, grouped
-from mpistrat.tools.doctor.finding import Finding, findings_of
+from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
 from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("MPI")
@@ -50,7 +50,10 @@ _OTHER_NETWORK = (
 
 # Files of an installation of MPI, the usual names first
 _LIBRARIES = (
-    *("lib/libmpi.so.40", "lib/libmpi.so.12", "lib64/libmpi.so.40", "lib64/libmpi.so.12"),
+    "lib/libmpi.so.40",
+    "lib/libmpi.so.12",
+    "lib64/libmpi.so.40",
+    "lib64/libmpi.so.12",
     "lib*/libmpi.so.*",
 )
 
@@ -62,7 +65,7 @@ OUT_OF = {
 }
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     launch = job.first.launch
     library = job.first.loaded
     if job.failure is not None:
@@ -101,7 +104,7 @@ def _started(job: Job, library: Library) -> Finding:
     )
 
 
-def _one_library(job: Job) -> Iterator[Finding]:
+def _one_library(job: Job) -> Findings:
     with_library = grouped(
         (f"{library_name(rank.loaded.version)} ({rank.loaded.path})", rank.rank)
         for rank in job.ranks
@@ -116,7 +119,7 @@ def _one_library(job: Job) -> Iterator[Finding]:
         )
 
 
-def _threads(job: Job) -> Iterator[Finding]:
+def _threads(job: Job) -> Findings:
     levels = {rank.loaded.thread_level for rank in job.ranks}
     if levels != {"multiple"}:
         yield warning(

@@ -8,7 +8,7 @@ import functools
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import launcher
@@ -17,7 +17,7 @@ from mpistrat.errors import TopologyError
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ChildOutput, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
-from mpistrat.tools.doctor.finding import Finding, findings_of
+from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
 from mpistrat.tools.doctor.wording import count
 from mpistrat.trace.clocks import answer, compare_with
 
@@ -111,14 +111,14 @@ def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
     return clocks
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     yield from _clocks(job)
     if job.first.launch.slurm:
         found = [*_inherited(job), *_not_a_step(job), *_placement(job)]
         yield from found or [_slurm_summary(job)]
 
 
-def _clocks(job: Job) -> Iterator[Finding]:
+def _clocks(job: Job) -> Findings:
     if not job.clocks:
         return
     names = list(job.nodes())
@@ -157,7 +157,7 @@ def _bad_clock(seconds: float) -> functools.partial[Finding]:
     return problem if seconds >= CLOCKS_ARE_WRONG else warning
 
 
-def _inherited(job: Job) -> Iterator[Finding]:
+def _inherited(job: Job) -> Findings:
     """Find Slurm variables of a job that this process does not belong to.
 
     They come from a terminal that outlived its job, or ssh copied them.
@@ -183,7 +183,7 @@ def _inherited(job: Job) -> Iterator[Finding]:
         )
 
 
-def _not_a_step(job: Job) -> Iterator[Finding]:
+def _not_a_step(job: Job) -> Findings:
     """Find a doctor that runs alone in a Slurm job of several tasks: in a shell of salloc or sbatch, or srun --pty."""
     launch = job.first.launch
     if job.failure is not None or len(job.ranks) > 1:
@@ -198,7 +198,7 @@ def _not_a_step(job: Job) -> Iterator[Finding]:
         )
 
 
-def _placement(job: Job) -> Iterator[Finding]:
+def _placement(job: Job) -> Findings:
     """Find ranks that have another number in Slurm than in MPI, and a number of nodes that differs between the two.
 
     Nothing if MPI failed, or Slurm's numbers are not known.

@@ -6,11 +6,10 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
 
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.tools.doctor.facts import Job, RankFacts, Software, grouped
-from mpistrat.tools.doctor.finding import Finding, findings_of
+from mpistrat.tools.doctor.facts import Job, Ranks, Software, grouped
+from mpistrat.tools.doctor.finding import Findings, findings_of
 from mpistrat.xla.runtime import what_differs
 
 ok, _, problem = findings_of("software")
@@ -30,7 +29,7 @@ def look() -> Software:
     )
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     different = list(_differences(job.ranks))
     yield from different
     here = job.first.software
@@ -47,7 +46,7 @@ def check(job: Job) -> Iterator[Finding]:
         )
 
 
-def _differences(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _differences(ranks: Ranks) -> Findings:
     for name in _COMPARED:
         versions = grouped((getattr(rank.software, name), rank.rank) for rank in ranks)
         if len(versions) > 1:
