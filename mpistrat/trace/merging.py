@@ -264,18 +264,19 @@ class _RankTrace:
 
         for kind, track, *times in self.lines("["):
             about = self.kinds[kind]
+            entered = self.aligned(times[0])
             if not about.is_collective:
-                start, end = map(self.aligned, times)
-                yield complete(track, start, end, f"{about.text}}}")
+                yield complete(track, entered, self.aligned(times[1]), f"{about.text}}}")
                 continue
-            *times, number = times
-            entered, together, left = map(self.aligned, times)
+            left = self.aligned(times[2])
+            number = times[3]
             seen, _, rank = last[about.communicator, number]
             details = f'"number":{number}'
             if seen == about.ranks:
                 details += f',"last to enter":"rank {rank}"'
             yield complete(track, entered, left, f"{about.text},{details}}}")
             if times[1]:
+                together = self.aligned(times[1])
                 yield complete(track, entered, together, _WAIT)
                 yield complete(track, together, left, _MOVE)
 
