@@ -240,13 +240,13 @@ class Job:
         The name is the host name. Nodes with the same host name get separate keys: "host (node 0)", "host (node 1)".
         """
         of_node = grouped((rank.node, rank) for rank in self.ranks)
-        ranks = [of_node[node] for node in sorted(of_node)]
-        hosts = [ranks_of[0].host for ranks_of in ranks]
-        names = (
-            host if hosts.count(host) == 1 else f"{host} (node {node})"
-            for node, host in enumerate(hosts)
-        )
-        return dict(zip(names, ranks, strict=True))
+        hosts = [ranks[0].host for ranks in of_node.values()]
+        found: dict[str, Ranks] = {}
+        for node, ranks in sorted(of_node.items()):
+            host = ranks[0].host
+            name = host if hosts.count(host) == 1 else f"{host} (node {node})"
+            found[name] = ranks
+        return found
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:

@@ -84,8 +84,8 @@ def types_of_srun(text: str) -> list[str]:
 
     The output is a heading and one type a line. Old versions put "srun: " before each line.
     """
-    lines = [line.removeprefix("srun: ").strip() for line in text.splitlines()]
-    return [line for line in lines if re.fullmatch(r"none|pmi\w*|cray\w*|openmpi", line)]
+    line = r"^(?:srun: )?[ \t]*(none|pmi\w*|cray\w*|openmpi)[ \t\r]*$"
+    return re.findall(line, text, re.MULTILINE)
 
 
 def _state(job: str) -> str:
@@ -230,11 +230,13 @@ def _slurm_numbers(job: Job) -> dict[int, int]:
 
     Two have the same under mpirun: Slurm numbers mpirun's daemons, and their ranks inherit the number.
     """
-    texts = {rank.rank: rank.launch.slurm.get("SLURM_PROCID", "") for rank in job.ranks}
-    different = set(texts.values())
-    if len(different) < len(texts) or not all(map(str.isdigit, different)):
-        return {}
-    return {rank: int(text) for rank, text in texts.items()}
+    numbers = {}
+    for rank in job.ranks:
+        text = rank.launch.slurm.get("SLURM_PROCID", "")
+        if text.isdigit():
+            numbers[rank.rank] = int(text)
+    different = set(numbers.values())
+    return numbers if len(different) == len(job.ranks) else {}
 
 
 def _slurm_summary(job: Job) -> Finding:
