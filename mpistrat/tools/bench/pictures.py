@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from mpistrat.communicators.costs.model import fitted
 from mpistrat.machine.private_files import private
+from mpistrat.tools.bench.rounds import medians
 
 
 def can_be_drawn() -> bool:
@@ -87,8 +87,8 @@ def side_by_side(
         taken_on: the ranks, the MPI and the machine, for the title.
     """
     with _picture(path, f"{what} · {taken_on}", 1) as (_, axes):
-        medians = list(map(statistics.median, samples.values()))
-        axes.barh(list(samples), medians, color="lightsteelblue")
+        times = medians(samples)
+        axes.barh(list(times), list(times.values()), color="lightsteelblue")
         for place, values in enumerate(samples.values()):
             axes.plot(values, [place] * len(values), "k.", alpha=0.4)
         axes.invert_yaxis()
