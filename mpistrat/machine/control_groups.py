@@ -40,7 +40,7 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
     Returns: None for a limit that no group sets.
     """
     cpus: list[float] = []
-    memory: list[tuple[int, int]] = []
+    memory: list[tuple[int, int, int]] = []  # bytes left, limit, bytes in use
     for folder in _folders(groups, mounts):
         version_1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
         quota = _read(folder / "cpu.max") or version_1  # "200000 100000"; "max …", "-1 …": no limit
@@ -53,8 +53,10 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
             text = _read(folder / limit)
             if text.isdigit() and int(text) < _UNLIMITED:
                 taken = int(_read(folder / used) or 0) - number_in(folder / "memory.stat", cache)
-                memory.append((int(text), max(0, taken)))
-    limit_, used_ = min(memory, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+                most = int(text)
+                in_use = max(0, taken)
+                memory.append((most - in_use, most, in_use))
+    _, limit_, used_ = min(memory, default=(0, None, 0))
     return Allowed(min(cpus, default=None), limit_, used_)
 
 
