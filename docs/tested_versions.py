@@ -33,16 +33,24 @@ def tested() -> str:
                 mpis,
             ),
             ("the backend of torch.distributed, once more", python, old["torch"], mpis),
+            *[(_name_of(run), run["python"], run["torch"], mpis) for run in WHOLE_RUNS["quick"]],
         ],
     )
 
 
+def _name_of(run: dict[str, str]) -> str:
+    """The name of a recorded run of `scripts/test quick`."""
+    if "own MPI" in run:
+        return f"`scripts/test quick`, on a machine that has {run['own MPI']} of its own"
+    return "`scripts/test quick`"
+
+
 def not_run() -> str:
     """The Pythons of pyproject.toml that have no recorded run of the tests."""
-    ran = WHOLE_RUNS["python"].rpartition(".")[0]
+    runs = [WHOLE_RUNS, *WHOLE_RUNS["quick"]]
+    ran = {run["python"].rpartition(".")[0] for run in runs}
     known = re.findall(r" :: (3\.\d+)", " ".join(_project()["classifiers"]))
-    *others, last = (f"Python {version}" for version in known if version != ran)
-    return f"{', '.join(others)} and {last}"
+    return " and ".join([f"Python {version}" for version in known if version not in ran])
 
 
 def recorded() -> str:

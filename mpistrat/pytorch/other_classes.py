@@ -45,8 +45,8 @@ def fits(value: Any, saved_class: str, state: Any) -> bool:
     contains = any(isinstance(part, Optimizer) for part in vars(value).values())
     if contains or not isinstance(value, Optimizer):
         return True
-    small = torch.zeros(1)
-    small.grad = torch.zeros(1)
+    small = torch.zeros(1, device="cpu")
+    small.grad = torch.zeros(1, device="cpu")
     small_state = nest.map_structure(lambda leaf: small if torch.is_tensor(leaf) else leaf, state)
     twin = hooks.twin_of(value, lambda parameters: [small] * len(parameters))
     step = inspect.unwrap(type(value).step)  # torch's wrapper would call the hooks of steps

@@ -98,6 +98,10 @@ OTHERS = {
         "docs/doctor.md",
         "PROBLEM  cores: 4 ranks here have 2 cores: they take turns, and MPI's waiting",
     ): (f"{DOCTOR}::test_json_has_the_same_findings"),
+    (
+        "docs/stalls.md",
+        "mpistrat: rank 1 left out the call at test_sums.py:14 in test_a: rank 0 made it",
+    ): "tests/mpi/test_left_out_calls.py",
     ("docs/frameworks.md", "+import mpistrat as ms"): "timm's train.py is in no package.",
     (
         "docs/migration/without_batches.md",

@@ -37,6 +37,7 @@ ALLOWED = {
     ("parameter_server/server/store.py", "loads"): "the same",
     ("tools/init/command.py", "open"): "scripts that the user asks for, in the user's own folder",
     ("tools/init/command.py", "makedirs"): "the same",
+    ("input/dataset_identity.py", "loads"): "a copy of the program's own dataset, made just before",
     ("replicas/rank_methods.py", "loads"): "what rank 0 of this job has sent over MPI",
     ("machine/addresses.py", "create_server"): "while nodes look for an address; and for the next",
     (
