@@ -155,7 +155,7 @@ class VariablesOnServers(VariableStore):
     def create(self, asked: VariableArguments) -> Variable:
         if self._refuses:
             raise ValueError(
-                f"variable {asked.name!r} was made on {self._job.name_of(self._job.rpc.rank)}, inside a scheduled "
+                f"variable {asked.name!r} was made on {self._job.rpc.own_name}, inside a scheduled "
                 "function or a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
             )
         addresses = self.place(asked.initial_value, asked.name, asked.dtype, asked.shape)
@@ -270,7 +270,7 @@ class VariablesOnServers(VariableStore):
         dtype = dtype or there.dtype
         if (address.name, there.shape, there.dtype) != (name, shape, dtype):
             raise CollectiveMismatchError(
-                f"{self._job.name_of(self._job.rpc.rank)} makes variable {name!r} of {dtype} "
+                f"{self._job.rpc.own_name} makes variable {name!r} of {dtype} "
                 f"{list(shape)} where {address.name!r} of {there.dtype} {list(there.shape)} was made: all workers make "
                 "the same variables, in the same order"
             )
@@ -285,7 +285,7 @@ class VariablesOnServers(VariableStore):
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
         """If this rank makes arrays, send the error to the ranks that wait for this array."""
         if self.owns_initial_values:
-            who = f"{self._job.name_of(self._job.rpc.rank)} has not made variable {name!r}"
+            who = f"{self._job.rpc.own_name} has not made variable {name!r}"
             self._job.client.cannot_create(server, key, attributed_error(error, who))
 
 

@@ -210,7 +210,7 @@ class ServerJob:
         if not self.rpc.run_until(lambda: not self.rpc.channel.unsent(to), _SECONDS_TO_SEND):
             names = ", ".join(map(self.name_of, self.rpc.channel.unsent(to)))
             job_end().end_job(
-                f"ending the job: {self.name_of(self.rpc.rank)} was at its end for {_SECONDS_TO_SEND:g} s, and "
+                f"ending the job: {self.rpc.own_name} was at its end for {_SECONDS_TO_SEND:g} s, and "
                 f"{names} did not read its messages. See what they do (py-spy dump), or whether they were stopped",
                 1,
             )
@@ -337,7 +337,7 @@ class LossPolicy:
             time.sleep(_SECONDS_FOR_THE_FIRST)
             job_end().end_job(
                 f"ending the job: {job.name_of(rank)} has died, or has left without a word, and "
-                f"{job.name_of(job.rpc.rank)} needs it",
+                f"{job.rpc.own_name} needs it",
                 1,
             )
 

@@ -108,6 +108,11 @@ class RpcEndpoint:
         self._reading = threading.Lock()
         self._news = threading.Condition()
 
+    @property
+    def own_name(self) -> str:
+        """The name of this rank for messages."""
+        return self.name_of(self.rank)
+
     def handle(self, method: str, handler: Callable[..., None]) -> None:
         """Set the handler of a method: `handler(source, body)` for its notices, or `handler(Request)` for its requests.
 
@@ -184,7 +189,7 @@ class RpcEndpoint:
         if self.run_until(lambda: reply.come, self.stall_seconds or math.inf):
             return
         waited = (
-            f"{self.name_of(self.rank)} has waited {self.stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
+            f"{self.own_name} has waited {self.stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
             f"{self.name_of(reply.to)} to answer {reply.method!r}"
         )
         if limited:

@@ -99,7 +99,7 @@ class CheckpointsOfJob(CheckpointRole):
         try:
             yield
         except BaseException as error:
-            failed = f"{self._job.name_of(self._job.rpc.rank)} has not {what}"
+            failed = f"{self._job.rpc.own_name} has not {what}"
             self.tell_followers(what, None, attributed_error(error, failed))
             raise
 
@@ -150,7 +150,7 @@ class ServersExtended(StrategyExtended):
         task, roles = task_of(destinations), self.job.roles
         if task is not None and task[0] == roles.task_type and task[1] != roles.task_id:
             raise ValueError(
-                f"cannot reduce to another worker: {destinations!r}; this is {self.job.name_of(self.job.rpc.rank)}"
+                f"cannot reduce to another worker: {destinations!r}; this is {self.job.rpc.own_name}"
             )
 
 
