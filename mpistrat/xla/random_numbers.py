@@ -83,20 +83,23 @@ def _empty(like: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> to
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
-# For an operation that returns a new tensor of random numbers: the function that fills an empty tensor instead.
+# For an operation that returns a tensor like its first argument: the method that fills this tensor.
+_FILLED_LIKE: dict[Any, _Fill] = {
+    aten.bernoulli.p: torch.Tensor.bernoulli_,
+    aten.rand_like.default: torch.Tensor.uniform_,
+    aten.randn_like.default: torch.Tensor.normal_,
+    aten.randint_like.default: torch.Tensor.random_,
+    aten.randint_like.low_dtype: torch.Tensor.random_,
+    aten.exponential.default: torch.Tensor.exponential_,
+    aten.uniform.default: torch.Tensor.uniform_,
+    aten.normal_functional.default: torch.Tensor.normal_,
+    aten.random.default: torch.Tensor.random_,
+    aten.random.to: torch.Tensor.random_,
+    _RANDOM_FROM: torch.Tensor.random_,
+}
+# For any other operation that returns a new tensor of random numbers: the function to call instead.
 _MAKING: dict[Any, Callable[..., torch.Tensor]] = {
-    aten.bernoulli.p: functools.partial(_like, torch.Tensor.bernoulli_),
     aten.bernoulli.default: _bernoulli,
-    aten.rand_like.default: functools.partial(_like, torch.Tensor.uniform_),
-    aten.randn_like.default: functools.partial(_like, torch.Tensor.normal_),
-    aten.randint_like.default: functools.partial(_like, torch.Tensor.random_),
-    aten.randint_like.low_dtype: functools.partial(_like, torch.Tensor.random_),
-    aten.exponential.default: functools.partial(_like, torch.Tensor.exponential_),
-    aten.uniform.default: functools.partial(_like, torch.Tensor.uniform_),
-    aten.normal_functional.default: functools.partial(_like, torch.Tensor.normal_),
-    aten.random.default: functools.partial(_like, torch.Tensor.random_),
-    aten.random.to: functools.partial(_like, torch.Tensor.random_),
-    _RANDOM_FROM: functools.partial(_like, torch.Tensor.random_),
     aten.rand.default: functools.partial(_of_size, torch.Tensor.uniform_, None),
     aten.randn.default: functools.partial(_of_size, torch.Tensor.normal_, None),
     aten.randint.default: functools.partial(_of_size, torch.Tensor.random_, torch.int64),
@@ -129,6 +132,9 @@ class OwnRandomNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not _is_on_xla(args, kwargs):
             return func(*args, **kwargs)
+        if func in _FILLED_LIKE:
+            with self:
+                return _like(_FILLED_LIKE[func], *args, **kwargs)
         if func in _MAKING:
             with self:
                 return _MAKING[func](*args, **kwargs)

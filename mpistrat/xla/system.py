@@ -16,6 +16,7 @@ from mpistrat.cluster_resolver.tpu.pjrt import (
     slices_of_ranks,
 )
 from mpistrat.communicators import Communicator
+from mpistrat.communicators.communicator import RaisingOnAll
 from mpistrat.communicators.of_resolver import communicator_of
 from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.liveness.ending.start_deadline import start_deadline
@@ -102,28 +103,20 @@ def start_system(
     """
     # PJRT reads its environment variables once, when a device is used first, so they are set before. PJRT_DEVICE is
     # read before torch_xla is imported, because the import sets PJRT_DEVICE.
-    asked, devices = "", None
-    error: Exception | None = None
-    try:
+    with RaisingOnAll(communicator, "cannot start XLA"):
         asked = asked_device()
         check_versions()
-    except (ImportError, ValueError) as raised:
-        error = raised
-    communicator.raise_any(error, "cannot start XLA")
     if asked == "TPU" and not xla.is_started():
         # PJRT needs variables for the number of processes, their addresses, and the chips of this process.
         gather = functools.partial(communicator.all_gather_object, label="TPU slices")
         slices = slices_of_ranks((resolver or TPUClusterResolver()).slice, gather)
         if slices:  # empty for TPUClusterResolver("local"): PJRT finds this host's chips itself
             set_pjrt_environment(pjrt_environment(topology, slices))
-    with start_deadline("XLA's start", rank=topology.rank, size=topology.size):
-        try:
-            runtime = xla.start()
-            _check_devices(runtime, asked, topology)
-            devices = runtime.kind, runtime.own_devices(), runtime.coordinates()
-        except Exception as raised:
-            error = raised
-        communicator.raise_any(error, "could not start XLA")
+    deadline = start_deadline("XLA's start", rank=topology.rank, size=topology.size)
+    with deadline, RaisingOnAll(communicator, "could not start XLA"):
+        runtime = xla.start()
+        _check_devices(runtime, asked, topology)
+        devices = runtime.kind, runtime.own_devices(), runtime.coordinates()
     devices_of_ranks = communicator.all_gather_object(devices, label="XLA's devices")
     kinds, cores, places = zip(*devices_of_ranks, strict=True)
     for what, values in (("kinds", kinds), ("numbers", [*map(len, cores)])):
