@@ -161,24 +161,21 @@ class Client:
         """
         if self._already_written or not changes:
             return [None] * len(changes)
-        with self.numbers.push() as settled:
-            return self._change(changes, settled)
-
-    def _change(self, changes: Sequence[Change], settled: int) -> list[Array | None]:
         positions: dict[int, list[int]] = {}  # by server
         for position, change in enumerate(changes):
             self.used[change.address.key] = change.address
             positions.setdefault(change.address.server, []).append(position)
         push = self.routes.next_push(positions)
-        calls = [
-            self._push(server, [changes[position] for position in at], push, settled)
-            for server, at in positions.items()
-        ]
         answers: list[Any] = []
-        for call, region in calls:
-            answers.append(outcome_of(call.wait))
-            if call.come:  # otherwise the server may still write to the region
-                self._memory.buffers.give_back(region)
+        with self.numbers.push() as settled:
+            calls = [
+                self._push(server, [changes[position] for position in at], push, settled)
+                for server, at in positions.items()
+            ]
+            for call, region in calls:
+                answers.append(outcome_of(call.wait))
+                if call.come:  # otherwise the server may still write to the region
+                    self._memory.buffers.give_back(region)
         values: list[Array | None] = [None] * len(changes)
         for at, answer in zip(positions.values(), without_errors(answers), strict=True):
             for position, value in zip(at, answer, strict=True):
