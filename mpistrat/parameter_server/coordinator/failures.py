@@ -6,7 +6,6 @@ import contextlib
 import traceback
 import types
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from mpistrat.errors import OutOfRangeError
@@ -67,9 +66,9 @@ def _without_init(value: Any) -> tuple[Any, ...] | None:
     `__init__` with the arguments of the base class, and often fails. Also None for a class with its own `__reduce__`.
     """
     kind = type(value)
-    if not isinstance(value, BaseException) or not _is_of_python(kind, "__init__"):
-        return None
-    if {*map(partial(_is_of_python, kind), ("__new__", "__reduce__", "__reduce_ex__"))} != {False}:
+    methods = ("__init__", "__new__", "__reduce__", "__reduce_ex__")
+    of_python = [method for method in methods if _is_of_python(kind, method)]
+    if not isinstance(value, BaseException) or of_python != ["__init__"]:
         return None
     reduced: Any = value.__reduce__()
     _, args, *state = reduced
