@@ -272,11 +272,9 @@ class DatasetOfWorker:
     """
 
     def __init__(self, source: Any) -> None:
-        dataset = source if isinstance(source, Iterable) else source()
+        dataset = _built(source)
         if isinstance(dataset, UnbuiltDataset):
-            dataset = dataset.source
-            if not isinstance(dataset, Iterable):
-                dataset = dataset()
+            dataset = _built(dataset.source)
         if not isinstance(dataset, Iterable):
             raise ValueError(
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
@@ -332,6 +330,11 @@ class IteratorOfWorker(Iterator[Any]):
         for element in self._elements:
             return Optional(element, True)
         return Optional(None, False)
+
+
+def _built(source: Any) -> Any:
+    """Return a dataset: `source` itself, or the result of a function."""
+    return source if isinstance(source, Iterable) else source()
 
 
 def _same(value: Any) -> Any:
