@@ -103,16 +103,14 @@ class MpiMessages:
         try:
             yield
         except MPI.Exception as error:
-            if not means_rank_lost(error):
-                raise
+            _check_loss(error)
             self._broken.add(rank)
 
     def _probe(self, status: MPI.Status) -> MPI.Message | None:
         try:
             return self._comm.Improbe(MPI.ANY_SOURCE, HEAD, status)
         except MPI.Exception as error:
-            if not means_rank_lost(error):
-                raise
+            _check_loss(error)
             self._comm.Ack_failed()  # otherwise MPI finds no more messages from other ranks
             return None
 
@@ -157,6 +155,11 @@ def _is_done(request: MPI.Request) -> bool:
     try:
         return request.Test()
     except MPI.Exception as error:
-        if not means_rank_lost(error):
-            raise
+        _check_loss(error)
         return True
+
+
+def _check_loss(error: MPI.Exception) -> None:
+    """Raises: the error, unless it says that a rank has died."""
+    if not means_rank_lost(error):
+        raise error
