@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mpistrat.errors import FailedPreconditionError
 from mpistrat.parameter_server.protocol.messages import InlineTensor, Update
-from mpistrat.parameter_server.rpc.endpoint import outcome_of
+from mpistrat.parameter_server.rpc.endpoint import outcome_of, value_of
 
 
 def session_of(client: int) -> int:
@@ -124,9 +124,7 @@ class IdempotencyCache:
             if isinstance(outcome, OSError):
                 raise outcome
             outcomes[which] = outcome
-        found = outcomes[which]
-        if isinstance(found, Exception):
-            raise found
+        found: InlineTensor | None = value_of(outcomes[which])
         return found
 
     def forget(self, over: Sequence[int], over_before: int) -> None:

@@ -66,9 +66,7 @@ class PendingReply:
         """
         if not self.come:
             self._rpc.wait_for(self, limited)
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
+        return value_of(self._outcome)
 
     def resolve(self, outcome: Any) -> None:
         self._outcome = outcome
@@ -263,12 +261,16 @@ def outcome_of(work: Callable[[], Any]) -> Any:
         return error
 
 
+def value_of(outcome: Any) -> Any:
+    """Return `outcome` as it is. Raises: `outcome` if it is an exception."""
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
 def without_errors(outcomes: list[Any]) -> list[Any]:
     """Return `outcomes` as they are. Raises: the first exception in the list."""
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes
+    return [value_of(outcome) for outcome in outcomes]
 
 
 def portable_error(error: Exception) -> Exception:
