@@ -144,7 +144,8 @@ class ServerJob:
 
     def _comes(self, rank: int, coordinates: bool) -> None:
         self._here += 1
-        self.coordinator = rank if coordinates else self.coordinator
+        if coordinates:
+            self.coordinator = rank
         if self._here == self.rpc.size:
             self.rpc.notify_all(range(self.rpc.size), _BEGIN, self.coordinator)
 

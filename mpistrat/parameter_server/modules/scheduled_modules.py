@@ -151,8 +151,7 @@ def arrive(strategy: AnyStrategy, number: int | None, value: Any, state: dict[st
     Args: number: an optimizer's number on the servers; None for a module.
     """
     value.__setstate__(state)
-    modules = strategy.extended.torch_references()
-    assert isinstance(modules, WorkerModules)
+    modules: WorkerModules = strategy.extended.torch_references()
     modules.arrived(value, number)
 
 
