@@ -264,14 +264,13 @@ class FailureDetector:
 
     Args: when_one_ends: called at once with a rank that announces its exit, closes its files, or dies.
     Attributes:
-        ranks: from a rank's number in the job to the rank, for all ranks that were found so far.
         deaths: the dead ranks, in the order in which the kernel reported their deaths.
         first_died: when the first rank died, by `time.monotonic()`; 0.0 while all live, and after the other ranks went
             on without a lost rank.
     """
 
     def __init__(self, folder: str, when_one_ends: Callable[[ObservedRank], None]) -> None:
-        self.ranks: dict[int, ObservedRank] = {}
+        self._by_number: dict[int, ObservedRank] = {}
         self.deaths: list[ObservedRank] = []
         self.first_died = 0.0
         self._folder = folder
@@ -287,11 +286,11 @@ class FailureDetector:
 
         A rank's new record replaces its old one, because a launcher's script may run one program after another.
         """
-        found = find_ranks(self._folder, known={rank.inode for rank in self.ranks.values()})
+        found = find_ranks(self._folder, known={rank.inode for rank in self.ranks})
         for rank in found:
-            before = self.ranks.get(rank.number)
+            before = self._by_number.get(rank.number)
             self.deaths = [dead for dead in self.deaths if dead is not before]
-            self.ranks[rank.number] = rank
+            self._by_number[rank.number] = rank
             with contextlib.suppress(OSError):  # there is no script, or it has ended
                 rank.script_file = processes.open_pidfd(rank.script)
             with contextlib.suppress(OSError):
@@ -321,14 +320,19 @@ class FailureDetector:
             self._wait(left)
 
     @property
+    def ranks(self) -> list[ObservedRank]:
+        """All ranks that were found so far. Of a rank with several records, it is the last one."""
+        return [*self._by_number.values()]
+
+    @property
     def all_are_dead(self) -> bool:
         """Whether all ranks that were found are dead; True if none was found."""
-        return len(self.deaths) == len(self.ranks)
+        return len(self.deaths) == len(self._by_number)
 
     @property
     def going_on(self) -> list[ObservedRank]:
         """All ranks that were found, except lost ranks."""
-        return [rank for rank in self.ranks.values() if not rank.lost]
+        return [rank for rank in self.ranks if not rank.lost]
 
     def unexplained(self) -> list[ObservedRank]:
         """Return the dead ranks that need a report, in the order of `deaths`; [] without any.
@@ -354,7 +358,7 @@ class FailureDetector:
 
         True if a rank of this node lives or its program had ended, or if the job has ranks on other nodes.
         """
-        ranks = list(self.ranks.values())
+        ranks = self.ranks
         elsewhere = len(ranks) < ranks[0].record.size
         return elsewhere or any(not r.dead or r.record.state == LEFT for r in ranks)
 
@@ -366,7 +370,7 @@ class FailureDetector:
 
         Args: unexplained: the dead ranks of `unexplained()`.
         """
-        ranks = list(self.ranks.values())
+        ranks = self.ranks
         if self.all_are_dead:
             # Before Linux 6.15 the kernel forgets a rank's exit status as soon as the launcher has read it. The
             # launcher may kill a rank that has announced its exit.
@@ -376,13 +380,8 @@ class FailureDetector:
         is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
 
-    @property
-    def starting(self) -> list[ObservedRank]:
-        """The ranks that wait for all ranks of the job to start."""
-        return [rank for rank in self.ranks.values() if rank.record.starting]
-
     def in_state(self, state: int) -> list[ObservedRank]:
-        return [rank for rank in self.ranks.values() if rank.record.state == state]
+        return [rank for rank in self.ranks if rank.record.state == state]
 
     def _wait(self, seconds: float) -> None:
         for file, event in self._epoll.poll(seconds):  # in the order of the events
@@ -406,12 +405,12 @@ class FailureDetector:
         rank.closed = next(self._closings)
         rank.closed_alive = not processes.is_exiting(rank.pid)
         rank.became = rank.other_program
-        if self.ranks[rank.number] is rank:
+        if self._by_number[rank.number] is rank:
             self._when_one_ends(rank)
 
     def _dies(self, rank: ObservedRank, status: int | None) -> None:
         rank.dead, rank.status = True, status
-        if self.ranks[rank.number] is rank:
+        if self._by_number[rank.number] is rank:
             self.deaths.append(rank)
             self.first_died = self.first_died or time.monotonic()
             self._when_one_ends(rank)

@@ -88,12 +88,12 @@ class Observer:
 
     def _look(self) -> None:
         self._find_ranks()
-        for rank in self._detector.ranks.values():
+        for rank in self._detector.ranks:
             rank.record.observer = os.getpid()
         is_new = time.monotonic() - self._started < deadlines.OBSERVER_IS_NEW
         pause = deadlines.OBSERVER_SLEEPS_AT_START if is_new else deadlines.OBSERVER_SLEEPS
         self._detector.wait(pause)
-        self._pauses.notice(self._detector.ranks.values())
+        self._pauses.notice(self._detector.ranks)
         self._speak_for_ranks()
         self._judge_starts()
         self._judge_deaths()
@@ -129,7 +129,7 @@ class Observer:
         """
         dead_for = time.monotonic() - self._detector.first_died
         is_early = dead_for < deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START and not self._reported
-        return is_early and failure_detector.others_may_start(self._detector.ranks.values())
+        return is_early and failure_detector.others_may_start(self._detector.ranks)
 
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
@@ -139,7 +139,7 @@ class Observer:
 
     def _speakers(self) -> Iterator[int]:
         """Yield the pids of processes with a stderr that the observer may use: living ranks, then the launcher."""
-        yield from (rank.pid for rank in self._detector.ranks.values() if not rank.dead)
+        yield from (rank.pid for rank in self._detector.ranks if not rank.dead)
         if self._launcher is not None:
             yield self._launcher
 
@@ -159,7 +159,7 @@ class Observer:
 
     def _speak_for_ranks(self) -> None:
         """Print the texts that ranks without a usable stderr have left in the job's folder, see `observation.say`."""
-        for rank in self._detector.ranks.values():
+        for rank in self._detector.ranks:
             if rank.record.say:
                 words = words_of(self._folder.path, rank.number)
                 with contextlib.suppress(OSError), open(words, encoding="utf-8") as file:
@@ -171,7 +171,7 @@ class Observer:
 
         5 s after that time, ranks assume that the observer is gone.
         """
-        for rank in self._detector.ranks.values():
+        for rank in self._detector.ranks:
             rank.record.looked = time.monotonic_ns() + int(seconds * 1e9)
 
     @property
@@ -185,8 +185,9 @@ class Observer:
         This must last for 1 s, or a waiting rank must have died. Nothing happens once a report was made, or while a
         rank ends the job and so reports.
         """
-        waiting = self._detector.starting
-        absent = [rank for rank in self._detector.ranks.values() if rank.has_ended]
+        ranks = self._detector.ranks
+        waiting = [rank for rank in ranks if rank.record.starting]
+        absent = [rank for rank in ranks if rank.has_ended]
         if not (waiting and absent) or self._is_explained:
             self._absent_since = math.inf
             return
@@ -214,13 +215,13 @@ class Observer:
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
         elif not detector.exited_together(unexplained):
-            first, ranks = failure_detector.first_death(unexplained), [*detector.ranks.values()]
-            compose = functools.partial(report.death_report, ranks, first)
+            first = failure_detector.first_death(unexplained)
+            compose = functools.partial(report.death_report, detector.ranks, first)
             self._report(compose, END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has asked about a stall in the last 15 s, because its observer then makes the report."""
-        asked = max((r.record.asked for r in self._detector.ranks.values()), default=0) / 1e9
+        asked = max((r.record.asked for r in self._detector.ranks), default=0) / 1e9
         return asked > 0 and time.monotonic() - asked < deadlines.OBSERVER_REPORTS
 
     def _judge_waits(self) -> None:
@@ -233,8 +234,9 @@ class Observer:
         ranks = self._detector.going_on
         if self._is_explained or any(rank.record.abort for rank in ranks):
             return  # a rank, a rank in place of this observer, or another node has reported
+        numbers = [rank.number for rank in self._detector.ranks]
         for wait in failure_detector.waits(ranks):
-            grace = wait.slot.first not in self._detector.ranks or self._is_reported_elsewhere()
+            grace = wait.slot.first not in numbers or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
             overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
             if 0 < wait.limit < overdue:
@@ -305,7 +307,7 @@ class Observer:
             with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
                 file.write(text)
         self._reported = time.monotonic()
-        for rank in self._detector.ranks.values():
+        for rank in self._detector.ranks:
             rank.record.code, rank.record.stalled = code, wait.slot.group if wait else 0
             rank.record.abort = action  # written last: the rank acts on it
         self._report_file.write(f"{text}\n")
@@ -313,7 +315,7 @@ class Observer:
 
     def _may_return_0(self) -> bool:
         """Whether MPICH's launcher may return 0, because a rank may have ended by os._exit(0)."""
-        exits = any(rank.record.exits for rank in self._detector.ranks.values())
+        exits = any(rank.record.exits for rank in self._detector.ranks)
         return exits or any(rank.status in (0, None) for rank in self._detector.unexplained())
 
     def _tell_where_the_report_is(self, seconds: float) -> None:
@@ -360,12 +362,12 @@ class Observer:
         if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
             # The other ranks may live: under a fault tolerant MPI, MPI_Abort ends only the rank that calls it. Before
             # MPI_Init, a rank's exit code ends no other rank.
-            for rank in self._detector.ranks.values():
+            for rank in self._detector.ranks:
                 if not rank.record.abort and rank.record.state != ENDING:
                     rank.record.code, rank.record.abort = 1, END
         if not self._killed and (self._is_unheard(now) or ending > self._patience_with_ending()):
             self._killed = True
-            for rank in self._detector.ranks.values():
+            for rank in self._detector.ranks:
                 if rank.letter not in DEAD:
                     with contextlib.suppress(OSError):
                         os.kill(rank.pid, signal.SIGKILL)
@@ -375,7 +377,7 @@ class Observer:
 
         Returns: False if the observer has not told the ranks anything, or has told them to raise StallError.
         """
-        raised = any(rank.record.abort == RAISE for rank in self._detector.ranks.values())
+        raised = any(rank.record.abort == RAISE for rank in self._detector.ranks)
         told_for = now - (self._reported or now)
         return told_for >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS and not raised
 
@@ -393,7 +395,7 @@ class Observer:
 
         That may be right. But if another rank waits for them in an MPI call of the user's program, the job hangs.
         """
-        ranks, leaving = list(self._detector.ranks.values()), self._detector.in_state(LEAVING)
+        ranks, leaving = self._detector.ranks, self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:
             return
         self._leaving_since = min(self._leaving_since, time.monotonic())
