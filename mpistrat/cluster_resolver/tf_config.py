@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import re
@@ -124,11 +123,11 @@ def parse_tf_config(text: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        times = collections.Counter(name for name, _ in pairs)
-        twice = next(iter(times - collections.Counter(found.keys())))
-        raise ValueError(f"{twice!r:.80} is given twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.80} is given twice")
+        found[name] = value
     return found
 
 
