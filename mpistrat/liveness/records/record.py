@@ -289,7 +289,7 @@ class RankRecord:
         If the rank is entering a collective, the entry may be half written.
         """
         written = self.words[ENTRIES]
-        return [self._entry(n) for n in range(written, max(0, written - min(count, RING)), -1)]
+        return [self._entry(n) for n in range(written, max(0, written - count), -1)]
 
     def lines_on(self, slot: int, number: int) -> tuple[int, list[str]]:
         """Return the rank, and the lines of its last calls on one communicator, the latest first, without barriers.
