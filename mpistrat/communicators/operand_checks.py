@@ -23,12 +23,16 @@ def check_reduction(op: str, scale: float | None, buffer: Array) -> None:
         raise ValueError(f"scale is for floating point, got {name}")
 
 
+def _described(array: Array) -> str:
+    """Return the array's dtype and shape for messages: "float32 of (2, 3)"."""
+    return f"{dtype_name(array)} of {tuple(array.shape)}"
+
+
 def check_out(buffer: Array, out: Array) -> None:
     """Check the operands of `all_reduce`. Raises: ValueError unless `out` has the shape and dtype of `buffer`."""
     if (out.shape, out.dtype) != (buffer.shape, buffer.dtype):
         raise ValueError(
-            f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)}, like the buffer, got {dtype_name(out)} "
-            f"of {tuple(out.shape)}"
+            f"out must be {_described(buffer)}, like the buffer, got {_described(out)}"
         )
 
 
@@ -40,8 +44,8 @@ def check_parts(buffer: Array, out: Array, size: int) -> None:
     expected = (size * out.shape[0], *out.shape[1:]) if out.ndim else (size,)
     if (tuple(buffer.shape), dtype_name(buffer)) != (expected, dtype_name(out)):
         raise ValueError(
-            f"reduce_scatter over {size} ranks into {dtype_name(out)} of {tuple(out.shape)} needs a buffer of {size} "
-            f"times as many rows, got {dtype_name(buffer)} of {tuple(buffer.shape)}"
+            f"reduce_scatter over {size} ranks into {_described(out)} needs a buffer of {size} "
+            f"times as many rows, got {_described(buffer)}"
         )
 
 
@@ -52,8 +56,8 @@ def check_gathered(buffer: Array, out: Array, size: int) -> None:
     """
     if (num_elements(out), out.dtype) != (size * num_elements(buffer), buffer.dtype):
         raise ValueError(
-            f"all_gather_into over {size} ranks of {dtype_name(buffer)} of {tuple(buffer.shape)} needs an out of "
-            f"{size} times as many elements, got {dtype_name(out)} of {tuple(out.shape)}"
+            f"all_gather_into over {size} ranks of {_described(buffer)} needs an out of "
+            f"{size} times as many elements, got {_described(out)}"
         )
 
 
@@ -67,8 +71,8 @@ def check_exchange(
     """
     if not buffer.ndim or (buffer.dtype, buffer.shape[1:]) != (out.dtype, out.shape[1:]):
         raise ValueError(
-            f"all_to_all needs a buffer and an out of rows of one dtype and shape, got {dtype_name(buffer)} of "
-            f"{tuple(buffer.shape)} and {dtype_name(out)} of {tuple(out.shape)}"
+            f"all_to_all needs a buffer and an out of rows of one dtype and shape, got {_described(buffer)} "
+            f"and {_described(out)}"
         )
     for name, array, counts in (("sent", buffer, sent), ("received", out, received)):
         if (len(counts), sum(counts)) != (size, array.shape[0]) or min(counts) < 0:
