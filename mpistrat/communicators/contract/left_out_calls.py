@@ -8,7 +8,7 @@ other rank comes at its next call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 
 from mpistrat.liveness.records.watch import CommunicatorWatch
 
@@ -44,10 +44,8 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
     Args: mine, others: the lines of two ranks' last calls, the latest first. Lines of one index met in a collective.
     Returns: None if no call is known to be left out by the other rank.
     """
-    pairs: list[tuple[str, str]] = []
-    for pair in zip(mine, others, strict=False):
-        if pairs[-1:] != [pair]:  # a line may make several calls
-            pairs.append(pair)
+    # A line may make several calls.
+    pairs = [pair for pair, _ in groupby(zip(mine, others, strict=False))]
     steps = 0
     for (line, other), (earlier, earlier_other) in pairwise(pairs):
         if line != earlier_other or line == other or earlier == earlier_other:
@@ -57,10 +55,9 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
         return None
     first = pairs[steps]
     before = pairs[steps + 1 : steps + 2]
-    were_together = all(line == other for line, other in before)
-    lines = {line for pair in pairs[: steps + 1] for line in pair}
-    if (
-        len(lines) < steps + 2
-    ):  # the other rank makes its calls as before, but for one that it makes twice
+    were_together = len(set(chain(*before))) < 2
+    lines = set(chain(*pairs[: steps + 1]))
+    # The other rank makes its calls as before, but for one that it makes twice.
+    if len(lines) < steps + 2:
         were_together = steps >= _STEPS_IN_LOOP and (first[1], first[1]) in before
     return first if were_together else None
