@@ -89,8 +89,10 @@ class Router(Communicator):
         self.rank, self.size = transports.mpi.rank, transports.mpi.size
         self.thread_multiple = transports.mpi.thread_multiple
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
-        self.takes_device_buffers = any(t.takes_device_buffers for t in transports.preferred)
-        self.ordered_by_streams = any(t.ordered_by_streams for t in transports.preferred)
+        # Only the first transport can be one for devices: `move_by` puts it there.
+        first = [*transports.preferred, transports.mpi][0]
+        self.takes_device_buffers = first.takes_device_buffers
+        self.ordered_by_streams = first.ordered_by_streams
         # Returns the context of the call that the words describe. It does not refer to this communicator.
         self._enter = lambda *words: contract.enter(signature_of(words + last_words))
         self.memory = CheckedMemory(transports.memory, self._enter)

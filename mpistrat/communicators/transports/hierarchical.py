@@ -7,6 +7,7 @@ byte crosses the network as often as if a node were one rank.
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 import numpy as np
 
@@ -142,9 +143,8 @@ class HierarchicalTransport(Transport, NodeMemory):
         If every rank of this node has its buffer in the window (shared memory), the buffers are combined there without
         a copy; else they are copied in blocks.
         """
-        blocks, window = self.node.shared_blocks(), self.node.window
-        if blocks is None:
-            self._refuse("all_reduce")
+        blocks: Any = self.node.shared_blocks()  # `choose` has seen them
+        window = self.node.window
         buffer, reduction, tree = operands.buffer, operands.reduction, operands.tree
         within, between = (None, None) if tree is None else self._parts_of(tree)
         how = how_to_combine(buffer.dtype, reduction.op, within)
@@ -171,9 +171,7 @@ class HierarchicalTransport(Transport, NodeMemory):
 
     def broadcast(self, operands: Operands) -> None:
         """Send to all ranks of the root's node; its senders send slices to the other nodes; each node collects them."""
-        blocks = self.node.shared_blocks()
-        if blocks is None:
-            self._refuse("broadcast")
+        blocks: Any = self.node.shared_blocks()  # `choose` has seen them
         memory = bytes_of(operands.buffer)
         node = self._nodes[operands.root]
         here = self._nodes[self.rank] == node

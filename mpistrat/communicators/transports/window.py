@@ -128,7 +128,7 @@ class WindowTransport(Transport, NodeMemory):
         Returns: the memory and ""; on all ranks None and the reason if they have no shared memory, or if the limit of a
             rank does not allow it.
         """
-        blocks = self._blocks or self.shared_blocks()
+        blocks = self.shared_blocks()
         if blocks is None:
             return None, self.why_not
         gather = self.mpi.comm.allgather

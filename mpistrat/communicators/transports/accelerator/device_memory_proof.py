@@ -74,10 +74,11 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
         hosts: the host names of the two processes; empty: both run on this node.
     """
     between = f"between {' and '.join(hosts)}" if hosts else "on its node"
-    limits = deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE, deadlines.TRIAL_WAITS_FOR_LAUNCHER_TO_READ
-    words = [library, str(index), *map(str, limits), MET, PROVEN, UNUSABLE]
+    limit = deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE
+    wait = str(deadlines.TRIAL_WAITS_FOR_LAUNCHER_TO_READ)
+    words = [library, str(index), str(limit), wait, MET, PROVEN, UNUSABLE]
     program = [sys.executable, "-c", TRIAL.read_text(), *words]
-    deadline = time.monotonic() + deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE
+    deadline = time.monotonic() + limit
     reason = "there is neither mpiexec nor srun"
     for command, environment in commands(MPI.Get_library_version(), library_path(), hosts):
         met, failure = run([*command, *program], environment, deadline - time.monotonic())

@@ -83,13 +83,14 @@ def use_gpus(
             choice = _TransportChoice(communicator, gpus, index, quiet)
             dispatcher = LibraryDispatcher(choice.of_torch, choice.of_cupy)
             dispatcher.of(torch=bool(torch_accelerator()))
-            implementations = map(CommunicationImplementation, ("NCCL", "HIERARCHICAL"))
+            ways = CommunicationImplementation
+            forced = {
+                way: ForcedTransport(dispatcher, way) for way in (ways.NCCL, ways.HIERARCHICAL)
+            }
             communicator.use_devices_in = functools.partial(
                 use_gpus, gpus=gpus, index=index, quiet=quiet
             )
-            communicator.move_by(
-                dispatcher, {name: ForcedTransport(dispatcher, name) for name in implementations}
-            )
+            communicator.move_by(dispatcher, forced)
 
 
 class _TransportChoice:
