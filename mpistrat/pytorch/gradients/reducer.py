@@ -59,7 +59,6 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 )
 
 
-_PARAMETER = operator.methodcaller("reference")  # of a `ParameterSlot`
 _IS_THERE = functools.partial(operator.is_not, None)
 # The default None stands for a parameter that was garbage-collected.
 _GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
@@ -209,7 +208,7 @@ class GradientReducer:
             a graph of the device is being captured.
         """
         rule, call = self._parts.rule, f"backward() over {self.count} replicas"
-        parameters = [*map(_PARAMETER, self.registry.slots)]
+        parameters = self.registry.parameters()
         in_block, scale = per_thread.modes[-1].in_block, None
         synchronizes = id(self) not in _not_synchronizing.get()
         if in_block:
