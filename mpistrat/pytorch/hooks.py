@@ -352,7 +352,7 @@ def twin_of(
 
 def is_twin(optimizer: Optimizer) -> bool:
     """Whether `optimizer` was made by `twin_of`."""
-    return any(optimizer is twin for twin in _twins.values())
+    return optimizer in _twins.values()
 
 
 def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:

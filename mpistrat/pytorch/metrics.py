@@ -7,7 +7,6 @@ value without a warning. This file does not import torchmetrics.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import warnings
 import weakref
@@ -18,8 +17,8 @@ from mpistrat.liveness.call_site import outside
 from mpistrat.machine.imports import when_loaded
 
 _METRIC = "torchmetrics.metric"  # the module of torchmetrics that defines Metric
+# By id, in the order of their creation.
 _strategies: weakref.WeakValueDictionary[int, AnyStrategy] = weakref.WeakValueDictionary()
-_numbers = itertools.count()  # of strategies, in the order of their creation
 _has_warned = False
 
 
@@ -28,7 +27,7 @@ def warn_of_metrics_of(strategy: AnyStrategy) -> None:
 
     Works also if the program imports torchmetrics later. Called by: each new strategy of several ranks.
     """
-    _strategies[next(_numbers)] = strategy
+    _strategies[id(strategy)] = strategy
     _see_metrics()
 
 
@@ -66,12 +65,12 @@ def _warn(metric: str) -> None:
     Args: metric: the class name of the metric.
     """
     global _has_warned
-    alive = sorted(_strategies.items())
+    alive = list(_strategies.values())
     if not alive:
         return
     _has_warned = True
     current: Any = get_strategy()
-    strategy: Any = current if current in _strategies.values() else alive[-1][1]
+    strategy: Any = current if current in alive else alive[-1]
     communicator = strategy.extended.communicator
     if communicator.rank == 0:
         frame = outside(sys._getframe())
