@@ -176,7 +176,10 @@ class Mirroring(StrategyModules):
         group = self.parts.group
         devices = group.worker_devices
         several = self.parts.replicas.count > 1 and not all(d.startswith("cpu") for d in devices)
-        if several and (tensors or any(map(_has_tensors, modules))):
+        found = [*tensors]
+        for module in modules:
+            found += [*module.parameters(), *module.buffers()]
+        if found and several:
             raise NotImplementedError(
                 f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
                 f"devices, {list(devices)}: start a rank for each, mpirun -n {group.num_replicas_in_sync} python "
@@ -303,10 +306,6 @@ def _reshard(root: Module) -> None:
         for module in root.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
-
-
-def _has_tensors(module: Module) -> bool:
-    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:

@@ -79,7 +79,7 @@ class TorchState:
         now = _generators()
         others = self._generators[1:]
         in_step = all(all(map(torch.equal, self._generators[0], other)) for other in others)
-        if not self._generators or in_step or torch.initial_seed() != self._seed:
+        if in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
         return [now, *others]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import itertools
 import math
 import types
@@ -250,7 +249,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         if device.type != "cpu":
             return collective.by_native(self._native.of(device), operands, opts)
         result = [*itertools.chain(*operands[0])] if collective.gathers else tensors
-        words = map(functools.partial(getattr, opts), collective.fields)
+        words = [getattr(opts, field) for field in collective.fields]
         make = collective.make
         return self._calls.run(opts.asyncOp, result, make, self._collectives, *operands, *words)
 

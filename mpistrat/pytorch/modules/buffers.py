@@ -178,7 +178,7 @@ def _sums_of_all(
             parts.replicas.sum_of_rank(tensors[0].detach()) for tensors in contributions
         ]
         contributions = [[total] for total in sums_of_rank]
-        if groups["sum"] or groups["min"] or groups["max"]:
+        if groups["sum"] + groups["min"] + groups["max"]:
             raise NotImplementedError(
                 "with TPUs, reduce_buffers takes mean, first and local: no sum, min and max"
             )

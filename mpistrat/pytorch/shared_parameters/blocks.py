@@ -140,7 +140,7 @@ class Block:
         lent = {
             first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
         }
-        if not any(place.first in lent for place in places):
+        if lent.keys().isdisjoint(place.first for place in places):
             return
         for first, memory in lent.items():
             self.gradient_view.detach(first, first + len(memory))
