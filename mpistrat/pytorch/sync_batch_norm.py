@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mpistrat.arrays import is_on_xla
-from mpistrat.context import get_replica_context, get_strategy, has_strategy
+from mpistrat.context import get_replica_context, get_strategy
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
@@ -65,7 +65,7 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     Raises: ValueError if all replicas together have at most one value per channel. On XLA devices the result is NaN
         instead.
     """
-    context = get_replica_context() if has_strategy() else None
+    context = get_replica_context()  # at top level the default strategy's, of one replica
     batch_statistics = self.training or self.running_mean is None
     is_alone = context is None or context.num_replicas_in_sync == 1
     if is_alone or not batch_statistics or getattr(self, "process_group", None) is not None:

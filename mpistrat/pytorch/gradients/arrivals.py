@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.context import current_local_replica, has_strategy, in_cross_replica_context
+from mpistrat.context import current_local_replica, in_cross_replica_context
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.registry import Registry, is_inexact
 
@@ -87,8 +87,9 @@ class Arrivals:
         """
         if self._backwards:
             return self._backwards[current_local_replica() or 0]
-        in_scope = has_strategy() and in_cross_replica_context()
-        where = " (in scope(), where no replica computes)" if in_scope else ""
+        where = ""
+        if in_cross_replica_context():
+            where = " (in scope(), where no replica computes)"
         raise RuntimeError(
             f"backward() outside run{where} reached a mirrored parameter, where its gradient is not reduced "
             "over replicas. Call loss.backward() inside strategy.run(step), or inside strategy.replica() on the thread "
