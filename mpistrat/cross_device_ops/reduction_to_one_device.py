@@ -36,10 +36,12 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[Sequence[Array]], Array] | None = None,
     ) -> None:
-        if accumulation_fn is not None and not callable(accumulation_fn):
+        if accumulation_fn is None:
+            accumulation_fn = accumulation.add_n
+        if not callable(accumulation_fn):
             raise TypeError(f"accumulation_fn must be a function, got {accumulation_fn!r:.60}")
         self.reduce_to_device = None if reduce_to_device is None else check_device(reduce_to_device)
-        self.accumulation_fn = accumulation_fn or accumulation.add_n
+        self.accumulation_fn = accumulation_fn
 
     def reduce_implementation(
         self,
