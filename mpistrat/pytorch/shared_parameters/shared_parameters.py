@@ -136,10 +136,10 @@ class SharedParameters:
             firsts.append(nbytes)
             nbytes += -(-parameter.nbytes // PAGE) * PAGE
         values, why = self.communicator.memory.common_memory(nbytes)
-        gradients = None
+        gradients: Any = None
         if values is not None:
             gradients, why = self.communicator.memory.common_memory(nbytes, summed=True)
-        if values is None or gradients is None or gradients.contribution is None:
+        if values is None or gradients is None:
             self._refused = True
             self.warn(f"each rank keeps a copy of its own: {why}")
             return
@@ -317,16 +317,15 @@ def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
     Args: places: pairs of a parameter's place, and whether the sum is added to an earlier gradient there.
     """
     parts: list[ByteRange] = []
+    continued: Any = (
+        None  # the dtype, `added` and first byte of a place that the last range can take in
+    )
     for place, added in sorted(places, key=lambda pair: pair[0].first):
         end = place.pages.stop * PAGE
-        part = ByteRange(torch.empty(0, dtype=place.dtype, device="cpu"), place.first, end, added)
-        if parts and _follows(part, parts[-1]):
+        if (place.dtype, added, place.first) == continued:
             parts[-1] = parts[-1]._replace(end=end)
         else:
-            parts.append(part)
+            like = torch.empty(0, dtype=place.dtype, device="cpu")
+            parts.append(ByteRange(like, place.first, end, added))
+        continued = place.dtype, added, end
     return parts
-
-
-def _follows(part: ByteRange, before: ByteRange) -> bool:
-    alike = part.like.dtype is before.like.dtype and part.added == before.added
-    return alike and part.first == before.end
