@@ -53,11 +53,12 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
             # The program may go on without a lost rank.
             native.while_made = nccl_that_outlives_errors
             watch.revocable_group.before_telling(native.abort)
-    name, cpu_share = options.group_id, here.cpu_share
     if not ranks:
         trace_ranges(communicator)
         spans.current.begin_steps()
-    group = MpistratProcessGroup(communicator, messages, native, name, give_back, cpu_share)
+    group = MpistratProcessGroup(
+        communicator, messages, native, options.group_id, give_back, here.cpu_share
+    )
     group.options.global_ranks_in_group = ranks
     group.set_timeout(options.timeout)
     return group
