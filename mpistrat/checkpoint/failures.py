@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -34,15 +34,10 @@ def on_rank(rank: int) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # an error of this package, such as TimeoutError
             raise
-        text = f"{error.strerror}, {on_ranks([rank])}"
+        text = f"{error.strerror}, on rank {rank}"
         raise OSError(error.errno, text, error.filename, None, error.filename2) from None
     except ValueError as error:
-        raise ValueError(f"{error}, {on_ranks([rank])}") from None
-
-
-def on_ranks(ranks: Sequence[int]) -> str:
-    more = len(ranks) - 1
-    return f"on rank {ranks[0]}" + (f" and {more} other{'s' * (more > 1)}" if more else "")
+        raise ValueError(f"{error}, on rank {rank}") from None
 
 
 def free_bytes(path: str) -> str:

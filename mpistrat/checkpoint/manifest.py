@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import zlib
@@ -133,9 +132,11 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     missing = needed - files.keys()
     if missing:
         raise ValueError(f"{min(missing)} is not listed, though {ranks} ranks saved")
-    stems = {stem(rank) for rank in range(ranks) for stem in (stem_of_rank, stem_of_parts)}
-    known = itertools.product(stems, (".json", ARRAYS))
-    for name in files.keys() - {STATE, *map("".join, known)}:
+    known = {STATE}
+    for rank in range(ranks):
+        for stem in (stem_of_rank(rank), stem_of_parts(rank)):
+            known |= {f"{stem}.json", stem + ARRAYS}
+    for name in files.keys() - known:
         stem, suffix = os.path.splitext(name)
         if suffix != ARRAYS or not stem.isidentifier():
             raise ValueError(f"{name!r:.80} is no file of a checkpoint")

@@ -49,9 +49,16 @@ class Encoder:
         kind = type(value)
         if kind in _ITSELF:
             return value
-        if kind in _ENCODERS:
-            return _ENCODERS[kind](value)
-        return _ENCODERS_OF_CONTAINERS.get(kind, Encoder._other)(self, value, path)
+        return _ENCODERS.get(kind, Encoder._other)(self, value, path)
+
+    def _float(self, value: float, path: tuple[str, ...]) -> Json:
+        return value if math.isfinite(value) else {"float": repr(value)}
+
+    def _complex(self, value: complex, path: tuple[str, ...]) -> Json:
+        return {"complex": self._list([value.real, value.imag], path)}
+
+    def _bytes(self, value: bytes, path: tuple[str, ...]) -> Json:
+        return {"bytes": base64.b64encode(value).decode()}
 
     def _list(self, value: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> list[Json]:
         return [self.encode(element, (*path, str(i))) for i, element in enumerate(value)]
@@ -110,24 +117,10 @@ class Encoder:
         return {kind: name}
 
 
-def _encoded_float(value: float) -> Json:
-    return value if math.isfinite(value) else {"float": repr(value)}
-
-
-def _encoded_complex(value: complex) -> Json:
-    return {"complex": [_encoded_float(value.real), _encoded_float(value.imag)]}
-
-
-def _encoded_bytes(value: bytes) -> Json:
-    return {"bytes": base64.b64encode(value).decode()}
-
-
-_ENCODERS: dict[type, Callable[[Any], Json]] = {
-    float: _encoded_float,
-    complex: _encoded_complex,
-    bytes: _encoded_bytes,
-}
-_ENCODERS_OF_CONTAINERS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] = {
+_ENCODERS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] = {
+    float: Encoder._float,
+    complex: Encoder._complex,
+    bytes: Encoder._bytes,
     list: Encoder._list,
     tuple: Encoder._tuple,
     **dict.fromkeys((dict, collections.Counter, collections.OrderedDict), Encoder._mapping),
