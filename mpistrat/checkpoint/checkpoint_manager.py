@@ -14,7 +14,7 @@ from typing import Any
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.directory import Directory, OpenDirectory, UnfinishedCheckpoint
-from mpistrat.checkpoint.failures import on_rank
+from mpistrat.checkpoint.failures import on_rank, on_ranks
 from mpistrat.checkpoint.followers import after_restore, load_as_follower, states_for_followers
 from mpistrat.checkpoint.saving import CompletingSave, Files, ReportingSave, Saving, SavingProgress
 from mpistrat.checkpoint.schema import COUNT
@@ -24,7 +24,7 @@ from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.liveness.bounded_waits import soon
-from mpistrat.machine.notices import ranks_in_words, tell, warn_on_first_rank
+from mpistrat.machine.notices import tell, warn_on_first_rank
 
 SECONDS_TO_BE_SEEN = 5.0
 _LONGEST_PAUSE = 0.05
@@ -383,7 +383,7 @@ class CheckpointManager:
         for rank, text in enumerate(errors):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
-        return stored, [f"{text}, on {ranks_in_words(of_text)}" for text, of_text in ranks.items()]
+        return stored, [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
 
     @contextlib.contextmanager
     def _naming_rank(self, what: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 
 @contextlib.contextmanager
@@ -38,6 +38,14 @@ def on_rank(rank: int) -> Iterator[None]:
         raise OSError(error.errno, text, error.filename, None, error.filename2) from None
     except ValueError as error:
         raise ValueError(f"{error}, on rank {rank}") from None
+
+
+def on_ranks(ranks: Sequence[int]) -> str:
+    text = f"on rank {ranks[0]}"
+    others = len(ranks) - 1
+    if others:
+        text += f" and {others} other{'s' * (others > 1)}"
+    return text
 
 
 def free_bytes(path: str) -> str:
