@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,16 +74,14 @@ def _joined(leaves: tuple[Any, ...]) -> Any:
 def _sizes_of(lists: list[Any]) -> set[Any]:
     """Return the numbers of examples that a batch of `lists` alone may have."""
     known = {len(part) for part in lists} | {rows_of(leaf) for leaf in nest.flatten(lists)}
-    return {size for size in known if all(_readings(part, size) for part in lists)}
+    return {size for size in known - {None} if all(_readings(part, size) for part in lists)}
 
 
-def _readings(part: Any, count: int | None) -> int:
+def _readings(part: Any, count: int) -> int:
     """Return in how many ways the list `part` may be read in a batch of `count` examples.
 
     It may have an item for each example, or arrays of all examples.
     """
-    if count is None:
-        return 0
     if {rows_of(leaf) for leaf in nest.flatten(part)} == {count}:
         return 1 + (len(part) == count)
     return int(lists_of_examples(None, count)(part))
@@ -176,11 +173,11 @@ def explain_empty_batch(error: Exception, arguments: Any) -> None:
     Called by: `Strategy.run`, if a function raises `error` and there are several replicas. It raises `error` again.
     Args: arguments: the function's arguments, a nest; each component of a distributed value is looked at.
     """
-    values = itertools.chain.from_iterable(
-        leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
-        for leaf in nest.flatten(arguments)
-    )
-    if 0 not in [value.shape[0] for value in values if arrays.is_array(value) and value.ndim]:
+    rows: list[int | None] = []
+    for leaf in nest.flatten(arguments):
+        values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+        rows += map(rows_of, values)
+    if 0 not in rows:
         return
     note = (
         "An argument is an array of no examples. If the last global batch is short, and leaves a replica without "

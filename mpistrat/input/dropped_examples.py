@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat import arrays, nest
+from mpistrat import nest
 from mpistrat.communicators import Communicator, reducing
+from mpistrat.input.batch_structure import rows_of
 from mpistrat.input.splitting import EMPTY, ReplicaPieces
 from mpistrat.machine.notices import tell
 from mpistrat.replicas.input_plan import StepExamples
@@ -104,7 +105,7 @@ def _rows(batch: Any, count: int) -> int:
     Otherwise return `count`, the number of the batch's examples that came. Return it, too, if the batch may be a list
     of examples (`count` divides the number of arrays), or if all arrays have another dimension of size `count`.
     """
-    leaves = [leaf for leaf in nest.flatten(batch) if arrays.is_array(leaf) and leaf.ndim]
+    leaves = [leaf for leaf in nest.flatten(batch) if rows_of(leaf) is not None]
     firsts = {int(leaf.shape[0]) for leaf in leaves}
     if not count or len(firsts) != 1 or len(leaves) % count == 0:
         return count
@@ -123,5 +124,8 @@ def batch_of_one(
         indices: the indices to try, in order.
     """
     counting = DroppedExamples(collate)
-    batches = (counting(load([index])).batch for index in indices)
-    return next((batch for batch in batches if batch is not None), None)
+    for index in indices:
+        batch = counting(load([index])).batch
+        if batch is not None:
+            return batch
+    return None

@@ -18,7 +18,7 @@ class Prefetcher(Iterator[T], Generic[T]):
     """An iterator over the items of `iterator`. Another thread reads `iterator`, at most `depth` items ahead.
 
     An exception of `iterator` is raised by `next` in place of an item; StopIteration follows. The thread ends when
-    `iterator` ends, after `close`, when this object is garbage-collected, or with the program.
+    `iterator` ends, when this object is garbage-collected, or with the program.
     """
 
     def __init__(self, iterator: Iterator[T], depth: int) -> None:
@@ -45,11 +45,8 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._room.put(True)
         return item
 
-    def close(self) -> None:
-        self._room.put(False)
-
     def __del__(self) -> None:
-        self.close()
+        self._room.put(False)
 
 
 def _make(

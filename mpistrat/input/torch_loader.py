@@ -415,9 +415,10 @@ class LoaderReader(ReplayedReader):
         """
         communicator = self._communicator
         if self._reads_all:
-            for batch in map(list, self._batch_sampler):
-                sampler.known_indices = sampler.known_indices or batch
-                yield [batch]
+            for batch in self._batch_sampler:
+                indices = list(batch)
+                sampler.known_indices = sampler.known_indices or indices
+                yield [indices]
             return
         with communicator.raising_together():
             plan = _EpochPlan.of(self._user)
@@ -443,8 +444,9 @@ class LoaderReader(ReplayedReader):
                 next(batches, None)
             batches = iter(())  # rank 0's indices are used
         length = _BATCHES_OF_FIRST_MESSAGE
+        longest = _BATCHES_OF_LONGEST
         if self.asks_late:
-            length = self._ahead
+            length = longest = self._ahead
         while True:
             block: list[list[int]] = []
             with communicator.raising_together():
@@ -454,8 +456,7 @@ class LoaderReader(ReplayedReader):
             yield block
             if len(block) < length:
                 return
-            if not self.asks_late:
-                length = min(2 * length, _BATCHES_OF_LONGEST)
+            length = min(2 * length, longest)
 
     def _agree(self) -> None:
         """Compare the ranks' lengths of the dataset before each epoch, and the datasets before the first.

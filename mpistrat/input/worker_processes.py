@@ -24,7 +24,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -129,9 +128,12 @@ def _start_tracker() -> None:
         del sys.warnoptions[0]
 
 
-def _first_exit_code(workers: Iterable[BaseProcess]) -> Any:
+def _first_exit_code(workers: Iterable[BaseProcess]) -> int:
     """Return the exit code of a worker process that has failed; 0 if none has."""
-    return next(filter(None, map(attrgetter("exitcode"), workers)), 0)
+    for worker in workers:
+        if worker.exitcode:
+            return worker.exitcode
+    return 0
 
 
 def guarded(batches: Iterator[Any]) -> Iterator[Any]:

@@ -208,8 +208,11 @@ class GivenSteps:
         Raises: ValueError, on all ranks, if several iterators gave steps since the last backward, with different
             numbers of examples, not all of them divisible by the number of replicas.
         """
-        steps = [iteration.training for iteration in self.iterations if iteration.since]
-        sizes = {int(examples[-1]) for examples in steps if examples is not None}
+        sizes = {
+            int(iteration.training[-1])
+            for iteration in self.iterations
+            if iteration.since and iteration.training is not None
+        }
         if len(sizes) > 1 and self._is_uneven(sizes):
             raise ValueError(
                 f"compute_average_loss without global_batch_size: loaders gave steps of {sorted(sizes)} examples, not "

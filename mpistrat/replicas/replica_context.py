@@ -222,7 +222,7 @@ class ReplicaContext:
 def _is_replica_id(value: Any) -> bool:
     if arrays.is_array(value):
         return arrays.is_integer(value) and value.ndim == 0
-    return isinstance(value, (int, np.integer, type(None))) and not isinstance(value, bool)
+    return isinstance(value, (int, type(None))) and not isinstance(value, bool)
 
 
 def _needs_gradient(leaves: Sequence[Any]) -> bool:
