@@ -50,19 +50,16 @@ def check(value: Any, schema: Schema, name: str) -> None:
 def _fits(value: Any, schema: Schema) -> bool:
     """Whether `value` fits a schema that is no function. Of a list or a dict only the kind is looked at."""
     if isinstance(schema, tuple):
-        return any(_is_right(value, option) for option in schema)
+        for option in schema:
+            with contextlib.suppress(ValueError):
+                check(value, option, "")
+                return True
+        return False
     if isinstance(schema, range):
         return type(value) is int and value in schema
     if isinstance(schema, type):
         return type(value) is schema
     return isinstance(value, type(schema))
-
-
-def _is_right(value: Any, schema: Schema) -> bool:
-    with contextlib.suppress(ValueError):
-        check(value, schema, "")
-        return True
-    return False
 
 
 def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -> None:

@@ -252,18 +252,18 @@ class Assembly:
         return value
 
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
-        if like is None:
-            return self._values_of(name, stored, TensorRegion.whole(stored.shape), "cpu")
-        return _spread_like(self._values_of(name, stored, _region(like), like.device), like)
-
-    def _values_of(self, name: str, stored: ShardedArray, region: TensorRegion, device: Any) -> Any:
-        """Return an uninitialized tensor on `device` for a region of `stored`. `_read` fills the tensor later."""
+        """Return an uninitialized tensor in the layout of `like`, or, for None, a whole one. `_read` fills it later."""
         import torch
 
+        region = TensorRegion.whole(stored.shape)
+        device = "cpu"
+        if like is not None:
+            region = _region(like)
+            device = like.device
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
         wanted = _Wanted(region, values, region.size)
         self._wanted.setdefault((name, stored.name), []).append(wanted)
-        return values
+        return values if like is None else _spread_like(values, like)
 
     def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
         """Read one saver's parts after another until all tensors have their values.

@@ -275,13 +275,12 @@ def _outline_of(step: Sequence[Any]) -> Any:
 
     Returns: None if `step` has no batch; the ValueError if a batch of no examples cannot be made.
     """
-    entry = _first_batch(step)
-    if entry is MISSING:
-        return None
-    try:
-        return (nest.map_structure(_on_host, without_examples(entry)),)
-    except Exception as error:
-        return ValueError(str(error))
+    for entry in filter(_has_examples, step):
+        try:
+            return (nest.map_structure(_on_host, without_examples(entry)),)
+        except Exception as error:
+            return ValueError(str(error))
+    return None
 
 
 def _on_host(leaf: Any) -> Any:
@@ -292,14 +291,9 @@ def _has_examples(entry: Any) -> bool:
     return entry is not MISSING and entry is not EMPTY
 
 
-def _first_batch(step: Sequence[Any]) -> Any:
-    """Return the first batch in `step`; MISSING if there is none."""
-    return next(filter(_has_examples, step), MISSING)
-
-
 def _is_batched(step: ReplicaPieces) -> bool:
     """Whether the step has arrays with dimensions. Numbers alone cannot be made a batch of no examples."""
-    entry = _first_batch(step)
+    entry = next(filter(_has_examples, step), None)
     return not all(map(_is_number, nest.flatten(entry)))
 
 

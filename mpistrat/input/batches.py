@@ -77,7 +77,7 @@ def _sizes_of(lists: list[Any]) -> set[Any]:
     return {size for size in known - {None} if all(_readings(part, size) for part in lists)}
 
 
-def _readings(part: Any, count: int) -> int:
+def _readings(part: Any, count: int | None) -> int:
     """Return in how many ways the list `part` may be read in a batch of `count` examples.
 
     It may have an item for each example, or arrays of all examples.

@@ -54,8 +54,14 @@ class DeviceCopies:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.get_device_module(device).Stream(device)
+
+        def copy_of(leaf: Any) -> Any:
+            if arrays.is_torch(leaf) and leaf.is_cpu:
+                leaf = leaf.pin_memory()
+            return _to(device, leaf)
+
         with torch.get_device_module(device).stream(stream):
-            moved = nest.map_structure(lambda leaf: _to(device, _pinned(leaf)), batch)
+            moved = nest.map_structure(copy_of, batch)
             return _CopyUnderWay(moved, stream.record_event())
 
     def _arrived(self, device: str, batch: Any) -> Any:
@@ -75,11 +81,6 @@ class DeviceCopies:
         return nest.map_structure(
             lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch
         )
-
-
-def _pinned(leaf: Any) -> Any:
-    on_host = arrays.is_torch(leaf) and leaf.is_cpu
-    return leaf.pin_memory() if on_host else leaf
 
 
 def _to(device: str, leaf: Any) -> Any:

@@ -75,28 +75,20 @@ class DroppedExamples:
         communicator.all_reduce(words, reducing("sum", "examples that came"))
         total, rows = words.tolist()
         if not total:
-            step[:] = map(self._of_nothing, step, expected.tolist())
+            for i, batch in enumerate(step):
+                if batch is None:
+                    step[i] = self._collate([None] * int(expected[i]))
             return
-        if communicator.rank == 0 and rows_here * total != rows * here:
-            self._tell_of_rows(
-                f"{rows} rows of the {total} examples of a step, {rows_here} of {here} on the first rank"
+        differs = communicator.rank == 0 and rows_here * total != rows * here
+        if differs and not self._has_spoken:
+            self._has_spoken = True
+            tell(
+                f"a loader's collate_fn made {rows} rows of the {total} examples of a step, {rows_here} of {here} on "
+                "the first rank, and gradients count each rank by its examples. If collate_fn leaves some out, let the "
+                "dataset give None for them: None does not count. If it packs examples, nothing is wrong"
             )
         step[:] = [b if n else EMPTY for b, n in zip(step, came, strict=True)]
         step.examples = np.append(came, total)
-
-    def _of_nothing(self, batch: Any, count: int) -> Any:
-        """Return `batch`; if it is None, the batch that `collate_fn` makes of a list of `count` None."""
-        return self._collate([None] * count) if batch is None else batch
-
-    def _tell_of_rows(self, made: str) -> None:
-        """Say once that `collate_fn` has made more or fewer rows than it got examples."""
-        if not self._has_spoken:
-            self._has_spoken = True
-            tell(
-                f"a loader's collate_fn made {made}, and gradients count each rank by its examples. If collate_fn "
-                "leaves some out, let the dataset give None for them: None does not count. If it packs examples, "
-                "nothing is wrong"
-            )
 
 
 def _rows(batch: Any, count: int) -> int:

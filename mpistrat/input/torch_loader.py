@@ -64,8 +64,11 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
                 "shuffle=True), without accelerate's prepare() or Fabric's setup_dataloaders(); or, if the loader "
                 "gives batches of a replica's size, strategy.prepare(loader, local_batches=True)"
             )
-    streams = dataset.batch_sampler is None or isinstance(dataset.dataset, data.IterableDataset)
-    return not (streams or _iterates_itself(dataset))
+    if dataset.batch_sampler is None or isinstance(dataset.dataset, data.IterableDataset):
+        return False
+    kind = type(dataset)
+    base = data.DataLoader
+    return kind.__iter__ is base.__iter__ and kind._get_iterator is base._get_iterator
 
 
 def _takes_share(sampler: Any) -> bool:
@@ -76,12 +79,6 @@ def _takes_share(sampler: Any) -> bool:
     """
     counts = (readers.number_of(sampler, name) or 1 for name in ("num_replicas", "num_processes"))
     return isinstance(sampler, data.DistributedSampler) or max(counts) > 1
-
-
-def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
-    """Whether the loader's class overrides DataLoader's iteration."""
-    kind, base = type(loader), data.DataLoader
-    return kind.__iter__ is not base.__iter__ or kind._get_iterator is not base._get_iterator
 
 
 def _is_of_torch(sampler: Any) -> bool:
@@ -240,11 +237,6 @@ class _PieceSampler:
         self.known_indices: Sequence[Any] = ()
         self.steps: Iterator[ReplicaPieces] = iter(())
 
-    def begin(self, steps: Iterator[ReplicaPieces]) -> None:
-        """Begin an epoch with these steps."""
-        self.handed_out.clear()
-        self.steps = steps
-
     def read_first_step(self) -> None:
         """Read the first step ahead, because samplers draw their seed there."""
         self.steps = itertools.chain(list(itertools.islice(self.steps, 1)), self.steps)
@@ -373,7 +365,8 @@ class LoaderReader(ReplayedReader):
         _draw_no_second_seed(self._loader, epoch)
         loader, sampler = self._loader, cast("_PieceSampler", self._loader.batch_sampler)
         index_batches = itertools.chain.from_iterable(self._index_batches(sampler))
-        sampler.begin(self._steps_of(index_batches, Lists(), start))
+        sampler.handed_out.clear()
+        sampler.steps = self._steps_of(index_batches, Lists(), start)
         batches = self._begin(loader, sampler)
         began = self._random.began
         if not loader.num_workers and not loader.pin_memory:

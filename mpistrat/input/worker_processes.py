@@ -128,7 +128,7 @@ def _start_tracker() -> None:
         del sys.warnoptions[0]
 
 
-def _first_exit_code(workers: Iterable[BaseProcess]) -> int:
+def _first_exit_code(workers: Iterable[BaseProcess]) -> Any:
     """Return the exit code of a worker process that has failed; 0 if none has."""
     for worker in workers:
         if worker.exitcode:

@@ -166,16 +166,16 @@ class CrossReplicaOps:
         with self.communicator.raising_together():
             values = [self.components(leaf) for leaf in flat]
             if op.adds_up:
-                both = [_sums_and_counts(components, axis) for components in values]
-                parts = [sums for sums, _ in both]
+                parts, counts = _sums_and_counts(values, axis)
             else:
                 parts = [[extrema.over_axes(op, c, axis) for c in row] for row in values]
         label = accumulation.narrow_dtypes(values) + label
         if op is not ReduceOp.MEAN:
             totals = self.over_ranks.all_reduce(op, parts, label=label)
         else:
-            parts += [counts for _, counts in both]
-            reduced = self.over_ranks.all_reduce(ReduceOp.SUM, parts, label=f"mean {label}")
+            reduced = self.over_ranks.all_reduce(
+                ReduceOp.SUM, parts + counts, label=f"mean {label}"
+            )
             pairs = zip(reduced[: len(flat)], reduced[len(flat) :], strict=True)
             totals = [arrays.true_divide(total, int(elements)) for total, elements in pairs]
         return accumulation.narrowed(self.communicator, totals, values)
@@ -338,9 +338,17 @@ def from_first_replica(communicator: Communicator, value: Any, label: str) -> An
 
 
 def _sums_and_counts(
-    components: Sequence[Any], axis: int | Sequence[int]
+    values: Sequence[Sequence[Any]], axis: int | Sequence[int]
 ) -> tuple[list[Any], list[Any]]:
-    """Return two lists: each component's sum along the axes, and the number of elements in each of these sums."""
-    dense = list(map(accumulation.as_dense, components))
-    axes = [arrays.check_axes(component, axis) for component in dense]
-    return list(map(arrays.sum_over, dense, axes)), list(map(arrays.count_over, dense, axes))
+    """Return two lists of lists: each component's sum along the axes, and the number of elements in each sum.
+
+    Args: values: for each value, its components.
+    """
+    sums = []
+    counts = []
+    for components in values:
+        dense = [accumulation.as_dense(component) for component in components]
+        axes = [arrays.check_axes(component, axis) for component in dense]
+        sums.append(list(map(arrays.sum_over, dense, axes)))
+        counts.append(list(map(arrays.count_over, dense, axes)))
+    return sums, counts

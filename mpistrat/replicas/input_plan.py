@@ -49,9 +49,12 @@ class Share:
     @property
     def pieces(self) -> list[int]:
         """The numbers of the pieces of a global batch that this rank's replicas take, in replica order."""
-        if self.first is not None:
-            return [self.first + replica for replica in self.replicas]
-        return [self.worker + replica * self.workers for replica in self.replicas]
+        first = self.first
+        step = 1
+        if first is None:
+            first = self.worker
+            step = self.workers
+        return [first + replica * step for replica in self.replicas]
 
     def sizes(self, global_batch_size: int) -> list[int]:
         """Return the numbers of examples of the next n pieces that this rank's worker reads; n is `num_replicas`.
