@@ -20,7 +20,7 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.checkpoint.schema import COUNT, Schema, check
-from mpistrat.checkpoint.shards import ShardedArray, unused
+from mpistrat.checkpoint.shards import Path, ShardedArray, unused
 from mpistrat.checkpoint.tensor_file import StoredArray, torch_dtype
 
 Json = Any
@@ -39,7 +39,7 @@ class Encoder:
         self.arrays: dict[str, arrays.Array] = {}
         self._sharded: set[str] = set()
 
-    def encode(self, value: Any, path: tuple[str, ...] = ()) -> Json:
+    def encode(self, value: Any, path: Path = ()) -> Json:
         """Return `value` as JSON data, and add its arrays to `arrays`.
 
         Args:
@@ -51,22 +51,22 @@ class Encoder:
             return value
         return _ENCODERS.get(kind, Encoder._other)(self, value, path)
 
-    def _float(self, value: float, path: tuple[str, ...]) -> Json:
+    def _float(self, value: float, path: Path) -> Json:
         return value if math.isfinite(value) else {"float": repr(value)}
 
-    def _complex(self, value: complex, path: tuple[str, ...]) -> Json:
+    def _complex(self, value: complex, path: Path) -> Json:
         return {"complex": self._list([value.real, value.imag], path)}
 
-    def _bytes(self, value: bytes, path: tuple[str, ...]) -> Json:
+    def _bytes(self, value: bytes, path: Path) -> Json:
         return {"bytes": base64.b64encode(value).decode()}
 
-    def _list(self, value: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> list[Json]:
+    def _list(self, value: list[Any] | tuple[Any, ...], path: Path) -> list[Json]:
         return [self.encode(element, (*path, str(i))) for i, element in enumerate(value)]
 
-    def _tuple(self, value: tuple[Any, ...], path: tuple[str, ...]) -> Json:
+    def _tuple(self, value: tuple[Any, ...], path: Path) -> Json:
         return {"tuple": self._list(value, path)}
 
-    def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
+    def _mapping(self, value: Mapping[Any, Any], path: Path) -> Json:
         encoded: dict[str, Json]
         if {*map(type, value)} <= {str}:
             encoded = {"dict": {k: self.encode(v, (*path, k)) for k, v in value.items()}}
@@ -85,7 +85,7 @@ class Encoder:
             encoded["metadata"] = self.encode(metadata, (*path, "_metadata"))
         return encoded
 
-    def _other(self, value: Any, path: tuple[str, ...]) -> Json:
+    def _other(self, value: Any, path: Path) -> Json:
         """Encode an array, or a value of a class of torch. Raises: TypeError for any other value."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if kind in _CLASSES_OF_TORCH:
@@ -117,7 +117,7 @@ class Encoder:
         return {kind: name}
 
 
-_ENCODERS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] = {
+_ENCODERS: dict[type, Callable[[Encoder, Any, Path], Json]] = {
     float: Encoder._float,
     complex: Encoder._complex,
     bytes: Encoder._bytes,

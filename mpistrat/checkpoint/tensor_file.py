@@ -21,6 +21,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.checkpoint.schema import COUNT, check, parsed
 
+_Arrays = Mapping[str, arrays.Array]  # by name
 _CODES = {
     **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
     **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64"},
@@ -51,7 +52,7 @@ class Snapshot:
         values: values of all arrays, uint8[n].
     """
 
-    def __init__(self, named: Mapping[str, arrays.Array], buffer: np.ndarray = _NO_BYTES) -> None:
+    def __init__(self, named: _Arrays, buffer: np.ndarray = _NO_BYTES) -> None:
         entries: dict[str, Any] = {}
         foreign: dict[str, list[Any]] = {}
         places: dict[str, slice] = {}
@@ -77,7 +78,7 @@ class Snapshot:
         self._views = [_view(array, self.values[places[name]]) for name, array in named.items()]
         self._copy(named)
 
-    def retake(self, named: Mapping[str, arrays.Array]) -> bool:
+    def retake(self, named: _Arrays) -> bool:
         """Copy the arrays in `named` over the earlier copies, if names, kinds, dtypes and shapes are equal.
 
         Returns: False if one of them differs; then nothing is copied, and the caller makes a new Snapshot.
@@ -87,7 +88,7 @@ class Snapshot:
         self._copy(named)
         return True
 
-    def _copy(self, named: Mapping[str, arrays.Array]) -> None:
+    def _copy(self, named: _Arrays) -> None:
         targets, sources = [], []
         for view, array in zip(self._views, named.values(), strict=True):
             if view is None:
@@ -106,7 +107,7 @@ class Snapshot:
                 torch._foreach_copy_(targets, sources)
 
 
-def _alike(named: Mapping[str, arrays.Array]) -> list[tuple[Any, ...]]:
+def _alike(named: _Arrays) -> list[tuple[Any, ...]]:
     """Return (name, type, dtype, shape) of each array. Equal lists give the same layout in the file."""
     return [(name, type(array), array.dtype, array.shape) for name, array in named.items()]
 

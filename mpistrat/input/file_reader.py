@@ -14,7 +14,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.input import splitting
 from mpistrat.input.datasets import FileDataset
 from mpistrat.input.dropped_examples import DroppedExamples
-from mpistrat.input.readers import Reader
+from mpistrat.input.readers import Reader, State
 from mpistrat.input.splitting import Lists, ReplicaPieces
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -135,7 +135,7 @@ class FileReader(Reader):
                 yield example
             place.finished, place.count = i + 1, 0
 
-    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+    def state(self, communicator: Communicator, position: Any) -> State:
         """Return how far the ranks have read each file, so that any number of ranks can go on. Called by: every rank.
 
         Returns: a dict, equal on all ranks: "finished": numbers of files read whole; "partly": examples read, by number
@@ -162,7 +162,7 @@ class FileReader(Reader):
     def position(self) -> _FilePosition:
         return _NothingRead(self._restart, [])
 
-    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+    def load_state(self, communicator: Communicator, state: State) -> None:
         if self._by_file:
             finished, partly, left = state["finished"], state["partly"], state["left"]
             self._restart = _Restart(frozenset(finished), dict(partly), dict(left))

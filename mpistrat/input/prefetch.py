@@ -12,6 +12,8 @@ from mpistrat.arrays import default_device
 from mpistrat.machine.devices import make_own_current
 
 T = TypeVar("T")
+# Entries are (item, None), and, at the end, (None, the exception that `next` raises).
+_Made = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
 
 class Prefetcher(Iterator[T], Generic[T]):
@@ -23,7 +25,7 @@ class Prefetcher(Iterator[T], Generic[T]):
 
     def __init__(self, iterator: Iterator[T], depth: int) -> None:
         # Two SimpleQueues are faster than one queue.Queue of limited size.
-        self._made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._made: _Made = queue.SimpleQueue()
         self._room: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: make no more
         self._ended = False
         for _ in range(depth):
@@ -51,7 +53,7 @@ class Prefetcher(Iterator[T], Generic[T]):
 
 def _make(
     iterator: Iterator[T],
-    made: queue.SimpleQueue[tuple[Any, BaseException | None]],
+    made: _Made,
     room: queue.SimpleQueue[bool],
     device: AbstractContextManager[object],
 ) -> None:

@@ -29,6 +29,7 @@ SHARED = (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
 
 UNKNOWN_CARDINALITY = -2
 _STEPS_KNOWN = 4
+State = dict[str, Any]  # the state of a distributed dataset, or the part of it that the reader adds
 _STATE = "state of the order of a dataset"
 
 
@@ -133,14 +134,14 @@ class Reader(abc.ABC):
         """
         return None
 
-    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+    def state(self, communicator: Communicator, position: Any) -> State:
         """Return the reader's part of a saved state: a dict, {} if epoch and step say all. Called by: every rank.
 
         Args: position: the reader's position after the program's last step (`ReplicaPieces.position`).
         """
         return {}
 
-    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+    def load_state(self, communicator: Communicator, state: State) -> None:
         """Let the next epoch go on from `state`, even if another number of ranks has saved it.
 
         Called by: every rank.
@@ -285,13 +286,13 @@ class ReplayedReader(GlobalReader):
     its own, it has a list of every rank's states, in rank order.
     """
 
-    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+    def state(self, communicator: Communicator, position: Any) -> State:
         send = communicator.all_gather_object
         if self.same_for_any_ranks:
             send = communicator.broadcast_object
         return {"random": send(position, label=_STATE)}
 
-    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+    def load_state(self, communicator: Communicator, state: State) -> None:
         random = state["random"]
         random = random if self.same_for_any_ranks else random[communicator.rank]
         self._random.begin_at(random, state["steps"])
@@ -448,13 +449,13 @@ class FunctionReader(Reader):
             return None
         return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)
 
-    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+    def state(self, communicator: Communicator, position: Any) -> State:
         return {"random": communicator.all_gather_object(position, label=_STATE)}
 
     def position(self) -> Any:
         return [random.now() for random in self._random]
 
-    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+    def load_state(self, communicator: Communicator, state: State) -> None:
         states = state["random"][communicator.rank]
         for random, saved in zip(self._random, states, strict=True):
             random.begin_at(saved, state["steps"])

@@ -30,7 +30,7 @@ from mpistrat.input.batches import collate
 from mpistrat.input.datasets import fetch
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of, batch_of_one
 from mpistrat.input.random_state import RandomState, samplers_of
-from mpistrat.input.readers import ReplayedReader, Restartable
+from mpistrat.input.readers import ReplayedReader, Restartable, State
 from mpistrat.input.splitting import Lists, ReplicaPieces
 from mpistrat.input.worker_processes import WorkerInit, guarded, starting_processes, worker_context
 from mpistrat.machine.notices import tell
@@ -490,7 +490,7 @@ class LoaderReader(ReplayedReader):
             self._template = batch_of_one(self._user.collate_fn, self._fetch, indices)
         return self._template
 
-    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+    def load_state(self, communicator: Communicator, state: State) -> None:
         self._loader = None  # persistent worker processes start again, as they do after a restart
         super().load_state(communicator, state)
         if communicator.rank == 0 and not self._random.fits(self._random.now()):
