@@ -570,7 +570,7 @@ def test_sums_in_a_block(one_per_rank: ms.Strategy) -> None:
     model = ruled(strategy)
     n = strategy.num_replicas_in_sync
     each_step = n * (n + 1) // 2
-    examples = torch.utils.data.TensorDataset(torch.randn(9, FEATURES, dtype=torch.float64))
+    examples = torch.utils.data.TensorDataset(torch.ones(9, FEATURES, dtype=torch.float64))
     loader = strategy.prepare(torch.utils.data.DataLoader(examples, batch_size=4))
     with strategy.replica():
         for i, (x,) in enumerate(loader):
@@ -617,7 +617,7 @@ def test_a_notice_names_buffers_without_a_rule(declares: bool, notices: list[str
         if declares:
             ms.reduce_buffers(model, seen="sum", greatest="mean")
         n = strategy.num_replicas_in_sync
-        examples = torch.utils.data.TensorDataset(torch.randn(9 * n, FEATURES))
+        examples = torch.utils.data.TensorDataset(torch.ones(9 * n, FEATURES))
         loader = strategy.prepare(torch.utils.data.DataLoader(examples, batch_size=3 * n))
         for (x,) in loader:
             model(x).sum().backward()
