@@ -15,7 +15,7 @@ from mpistrat import arrays, nest
 
 def rows_of(leaf: Any) -> int | None:
     """Return the first dimension of an array; None for an array without dimensions, and for any other value."""
-    return int(leaf.shape[0]) if arrays.is_array(leaf) and leaf.ndim else None
+    return len(leaf) if arrays.is_array(leaf) and leaf.ndim else None
 
 
 def is_list(part: Any) -> bool:

@@ -143,8 +143,9 @@ def _without_examples(leaf: Any) -> Any:
     if nest.is_structure(leaf):
         return nest.rebuild(leaf, [])
     if rows_of(leaf) is not None:
-        return leaf[:0]
-    if arrays.is_array(leaf) or arrays.is_number(leaf) or leaf is None:
+        with contextlib.suppress(RuntimeError):  # of a nested or sparse tensor
+            return leaf[:0]
+    elif arrays.is_array(leaf) or arrays.is_number(leaf) or leaf is None:
         return leaf
     raise ValueError(
         "a step leaves a replica without examples, and its batch cannot be made a batch of no examples: it has "

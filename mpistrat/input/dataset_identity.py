@@ -24,6 +24,8 @@ _Entries: TypeAlias = dict[str, str]
 
 _MOST_ENTRIES = 1000  # of a sequence with an entry for each example
 _MOST_PARTS = 16  # of an array or a list in an entry
+_MOST_TEXTS = 100_000
+_DEEPEST = 8  # datasets and lists in each other; a dataset may even hold itself
 _MOST_BYTES = 1 << 22  # of a pickled dataset
 _MOST_IN_A_COPY = 100_000  # examples of a pickled dataset
 _ROUNDS = 7  # of loading again, because examples may be random
@@ -117,6 +119,8 @@ def _add_entries(name: str, value: Any, length: int, entries: _Entries) -> None:
 
     Args: length: the number of examples in the dataset with this value; 0 if it is an example, or an entry of one.
     """
+    if len(entries) > _MOST_TEXTS or name.count(".") > _DEEPEST:
+        return
     if isinstance(value, (str, int, float, os.PathLike)):
         if isinstance(value, float):
             value = f"{value:.0e}"

@@ -131,7 +131,14 @@ def failing(index):
     raise OSError("no such file")
 
 
+def holding_itself():
+    dataset = Files()
+    vars(dataset).update({name: dataset for name in ("source", "train", "parent")})
+    return dataset
+
+
 RIGHT = {
+    "holding itself": holding_itself,
     "roots": lambda: Files(
         root=f"/tmp/{RANK}", samples=[(f"/tmp/{RANK}/{i}.png", i) for i in NUMBERS]
     ),
