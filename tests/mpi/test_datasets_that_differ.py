@@ -133,7 +133,7 @@ def failing(index):
 
 def holding_itself():
     dataset = Files()
-    vars(dataset).update({name: dataset for name in ("source", "train", "parent")})
+    vars(dataset).update(dict.fromkeys(("source", "train", "parent"), dataset))
     return dataset
 
 
