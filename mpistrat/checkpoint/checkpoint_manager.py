@@ -223,7 +223,7 @@ class CheckpointManager:
         steps, are_well, checkpoints = zip(*entries, strict=True)
         if error is None and len(set(map(repr, steps))) > 1:
             error = ValueError(f"the ranks save different steps: {[*steps]}, by rank")
-        if error is not None or not all(are_well):
+        if error is not None or False in are_well:
             self._communicator.raise_any(error, "could not begin a checkpoint")
         return checkpoints[0]
 
@@ -240,7 +240,7 @@ class CheckpointManager:
         _, are_well, _, seconds = zip(*self._outcomes(saving), strict=True)
         self._seconds_to_save = max(self._seconds_to_save, *seconds)
         self._saving = None
-        if not all(are_well):
+        if False in are_well:
             self._claimed = False  # the directory may have changed or gone
             if self._rank0_directory is not None:
                 self._rank0_directory.give_up(saving.checkpoint)
@@ -261,9 +261,9 @@ class CheckpointManager:
             label = "whether a checkpoint is written"
             reports = self._communicator.all_gather_object(progress, label=label)
             are_finished, are_well, written, _ = zip(*reports, strict=True)
-            if all(are_finished):
+            if False not in are_finished:
                 return reports
-            if not all(are_well):
+            if False in are_well:
                 saving.abandoned.set()
             saving.heard.update((rank, files) for rank, files in enumerate(written) if files)
             if progress.is_finished:

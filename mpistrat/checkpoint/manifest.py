@@ -128,14 +128,15 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     """Raise ValueError unless `files` has all files that a checkpoint of `ranks` ranks needs, and no unknown names."""
     if not 0 < ranks < len(files):
         raise ValueError(f"{len(files)} files cannot be the files of {ranks} ranks")
-    needed = {STATE, *(f"{stem_of_rank(rank)}.json" for rank in range(ranks))}
+    needed = {STATE}
+    known = {STATE}
+    for rank in range(ranks):
+        needed.add(f"{stem_of_rank(rank)}.json")
+        for stem in (stem_of_rank(rank), stem_of_parts(rank)):
+            known |= {f"{stem}.json", stem + ARRAYS}
     missing = needed - files.keys()
     if missing:
         raise ValueError(f"{min(missing)} is not listed, though {ranks} ranks saved")
-    known = {STATE}
-    for rank in range(ranks):
-        for stem in (stem_of_rank(rank), stem_of_parts(rank)):
-            known |= {f"{stem}.json", stem + ARRAYS}
     for name in files.keys() - known:
         stem, suffix = os.path.splitext(name)
         if suffix != ARRAYS or not stem.isidentifier():

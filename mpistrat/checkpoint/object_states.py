@@ -21,9 +21,6 @@ from mpistrat.checkpoint.schema import Schema
 from mpistrat.reduce_op import VariableAggregation
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
 
-_COMMON = ("state_dict", "load_state_dict")
-_OF_RANK = ("rank_state_dict", "load_rank_state_dicts")
-
 
 class _OfVariable:
     """Wraps a variable for a checkpoint: its value, equal on all ranks, is the common state. Made by: `stateful`."""
@@ -125,12 +122,12 @@ def stateful(name: str, value: Any) -> Any:
 
 
 def has_common_state(value: Any) -> bool:
-    return _has(value, _COMMON)
+    return _has(value, "state_dict", "load_state_dict")
 
 
 def has_state_of_rank(value: Any) -> bool:
-    return _has(value, _OF_RANK)
+    return _has(value, "rank_state_dict", "load_rank_state_dicts")
 
 
-def _has(value: Any, methods: tuple[str, ...]) -> bool:
-    return all(callable(getattr(value, name, None)) for name in methods)
+def _has(value: Any, saves: str, loads: str) -> bool:
+    return callable(getattr(value, saves, None)) and callable(getattr(value, loads, None))

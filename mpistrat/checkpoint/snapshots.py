@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mpistrat.checkpoint.manifest import ARRAYS, CLASSES, STATE, stem_of_parts, stem_of_rank
@@ -44,11 +44,11 @@ class Snapshots:
         if parts := parts_to_save(common):
             trees[stem_of_parts(rank)] = parts
         for name, tree in trees.items():
-            files[f"{name}.json"] = map(_json, [self._encode(name, "", tree, files)])
+            files[f"{name}.json"] = _json(self._encode(name, "", tree, files))
         if rank == 0:
             trees = {name: self._encode(name, name, tree, files) for name, tree in common.items()}
             trees[CLASSES] = state["classes"]
-            files[STATE] = map(_json, [trees])
+            files[STATE] = _json(trees)
         return files
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
@@ -65,5 +65,6 @@ class Snapshots:
         return tree
 
 
-def _json(tree: Any) -> bytes:
-    return json.dumps(tree, indent=1, allow_nan=False).encode()
+def _json(tree: Any) -> Iterator[bytes]:
+    """Yield the text of `tree`, on the thread that writes it."""
+    yield json.dumps(tree, indent=1, allow_nan=False).encode()
