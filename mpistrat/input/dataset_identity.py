@@ -114,34 +114,42 @@ def check_alike(of_ranks: Sequence[_Entries]) -> None:
 def _add_entries(name: str, value: Any, length: int, entries: _Entries) -> None:
     """Add texts to `entries` for the parts of `value` with an entry for each example.
 
-    A path counts without its folders, because each node may keep its files elsewhere. Of a float one digit counts,
-    because processors compute different last digits.
-
     Args: length: the number of examples in the dataset with this value; 0 if it is an example, or an entry of one.
     """
     if len(entries) > _MOST_TEXTS or name.count(".") > _DEEPEST:
         return
     if isinstance(value, (str, int, float, os.PathLike)):
-        if isinstance(value, float):
-            value = f"{value:.0e}"
         if not length:
-            entries[name] = os.path.basename(str(value))
+            entries[name] = _text_of(value)
         return
     value = _as_list(value, length)
-    is_list = isinstance(value, (list, tuple))
-    is_array = arrays.is_array(value) and not isinstance(value, np.memmap)
-    if (is_list or is_array) and (len(value) >= length or name.endswith(_NAMES)):
-        most = _MOST_PARTS
-        if length:
-            most = _MOST_ENTRIES
+    if _is_sequence(value) and (len(value) >= length or name.endswith(_NAMES)):
+        most = _MOST_ENTRIES if length else _MOST_PARTS
         step = len(value) // most + 1
         for i, part in enumerate(value[::step]):
             _add_entries(f"{name}[{i * step}]", part, 0, entries)
-    elif is_list or isinstance(value, data.Dataset):
-        parts = enumerate(value[:_MOST_PARTS]) if is_list else vars(value).items()
+    elif isinstance(value, (list, tuple, data.Dataset)):
+        is_dataset = isinstance(value, data.Dataset)
+        parts = vars(value).items() if is_dataset else enumerate(value[:_MOST_PARTS])
         for key, part in parts:
             with contextlib.suppress(Exception):  # of an array of another kind
                 _add_entries(f"{name}.{key}", part, length, entries)
+
+
+def _is_sequence(value: Any) -> bool:
+    is_array = arrays.is_array(value) and not isinstance(value, np.memmap)
+    return is_array or isinstance(value, (list, tuple))
+
+
+def _text_of(value: str | float | os.PathLike[str]) -> str:
+    """Return a text to compare.
+
+    A path counts without its folders, because each node may keep its files elsewhere. Of a float one digit counts,
+    because processors compute different last digits.
+    """
+    if isinstance(value, float):
+        return f"{value:.0e}"
+    return os.path.basename(str(value))
 
 
 def _as_list(value: Any, length: int) -> Any:
