@@ -41,6 +41,11 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_nested(array: Array) -> bool:
+    """Whether `array` is a nested tensor of torch, which may have no `shape`."""
+    return is_torch(array) and array.is_nested
+
+
 def is_module(value: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)

@@ -15,7 +15,11 @@ from mpistrat import arrays, nest
 
 def rows_of(leaf: Any) -> int | None:
     """Return the first dimension of an array; None for an array without dimensions, and for any other value."""
-    return len(leaf) if arrays.is_array(leaf) and leaf.ndim else None
+    if not arrays.is_array(leaf) or not leaf.ndim:
+        return None
+    if arrays.is_nested(leaf):
+        return int(leaf.size(0))
+    return int(leaf.shape[0])
 
 
 def is_list(part: Any) -> bool:

@@ -97,7 +97,8 @@ def _rows(batch: Any, count: int) -> int:
     Otherwise return `count`, the number of the batch's examples that came. Return it, too, if the batch may be a list
     of examples (`count` divides the number of arrays), or if all arrays have another dimension of size `count`.
     """
-    leaves = [leaf for leaf in nest.flatten(batch) if rows_of(leaf) is not None]
+    found = [leaf for leaf in nest.flatten(batch) if rows_of(leaf) is not None]
+    leaves = [leaf for leaf in found if not arrays.is_nested(leaf)]
     firsts = {int(leaf.shape[0]) for leaf in leaves}
     if not count or len(firsts) != 1 or len(leaves) % count == 0:
         return count

@@ -73,15 +73,16 @@ KINDS = {
     "namedtuple": lambda numbers: Named(torch.Size(numbers), None, [*map(str, numbers)]),
     "mapping": lambda numbers: Encoding(torch.cat([*map(nodes_of, numbers)]), str(numbers)),
     "images": lambda numbers: [nodes_of(i) for i in numbers],
+    "nested": lambda numbers: torch.nested.nested_tensor([*map(nodes_of, numbers)]),
     "sometimes None": lambda numbers: None if sum(numbers) % 2 else torch.tensor(numbers),
 }
-OPAQUE = ["graphs", "packed", "dataclass"]
+OPAQUE = ["graphs", "packed", "dataclass", "nested"]
 
 
 def plain(part):
     """`part` as lists and texts, which `==` compares."""
     if isinstance(part, torch.Tensor):
-        return part.tolist()
+        return part.tolist() if not part.is_nested else [plain(item) for item in part.unbind()]
     if isinstance(part, PackedSequence):
         return "packed", [plain(item) for item in part]
     if isinstance(part, (list, tuple)):
