@@ -149,6 +149,8 @@ def fail_in_worker(left):
     ("statement", "text"),
     [
         ("assert left == 3", "AssertionError: assert left == 3"),
+        ("if left: assert left == 3", "AssertionError: if left: assert left == 3"),
+        ("assert [\n        left] == [3]", "AssertionError: assert ["),
         ('assert left == 3, "too few"', "too few"),
         ("raise AssertionError", "AssertionError"),
     ],
