@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat import nest
+from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.input.batch_structure import rows_of
 from mpistrat.input.splitting import EMPTY, ReplicaPieces
