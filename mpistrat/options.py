@@ -106,7 +106,8 @@ class CommunicationOptions:
             raise TypeError(f"bytes_per_pack must be an integer, got {self.bytes_per_pack!r:.60}")
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
-        seconds, wire_format = self.timeout_seconds, self.wire_format
+        seconds = self.timeout_seconds
+        wire_format = self.wire_format
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float, type(None))):
             raise TypeError(f"timeout_seconds must be a number or None, got {seconds!r:.60}")
         if seconds is not None and not seconds >= 0:

@@ -74,8 +74,10 @@ class Strategy(RankMethods):
                 f"{type(self).__name__} takes a StrategyExtended, got {extended!r:.60}; to train, make a "
                 "MultiWorkerMirroredStrategy, a MirroredStrategy or a OneDeviceStrategy"
             )
-        self._extended, self._cluster_resolver = extended, cluster_resolver
-        self._replicas, self._modules = extended.replicas, extended.modules
+        self._extended = extended
+        self._cluster_resolver = cluster_resolver
+        self._replicas = extended.replicas
+        self._modules = extended.modules
         # Number of calls of `run` so far, plus the steps of distributed datasets inside `replica()`. If the ranks'
         # numbers differ in `backward()`, the ranks are in different steps.
         self.runs = 0
@@ -538,7 +540,8 @@ class Strategy(RankMethods):
 
 class _Scope:
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy, self._modules = strategy, strategy.extended.modules
+        self._strategy = strategy
+        self._modules = strategy.extended.modules
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy

@@ -176,7 +176,8 @@ class Topology:
 
 def ranks_and_nodes(topology: Topology) -> str:
     """Return the size of a job as text: "4 ranks on 2 nodes"."""
-    ranks, nodes = topology.size, topology.num_nodes
+    ranks = topology.size
+    nodes = topology.num_nodes
     return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
 
 

@@ -21,7 +21,9 @@ from mpistrat.variables.variable import Variable
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-_STRATEGY, RANDOM, _RESIDUALS = "strategy", "random", "residuals"
+_STRATEGY = "strategy"
+RANDOM = "random"
+_RESIDUALS = "residuals"
 STEPS_OF_HANDLER = "total_run_calls"  # of a PreemptionCheckpointHandler
 _NOT_OF_PROGRAM = {_STRATEGY, RANDOM, _RESIDUALS, STEPS_OF_HANDLER}
 

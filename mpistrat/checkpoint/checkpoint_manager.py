@@ -325,7 +325,8 @@ class CheckpointManager:
         return path
 
     def _restore_from(self, path: str | os.PathLike[str]) -> _Restored:
-        communicator, absolute = self._communicator, None
+        communicator = self._communicator
+        absolute = None
         with RaisingOnAll(communicator, f"could not restore {path!r:.60}"):
             if communicator.rank == 0:  # other ranks may be in other working directories
                 absolute = os.path.abspath(path)
@@ -372,7 +373,8 @@ class CheckpointManager:
         Returns: the checkpoint, or None if this rank cannot read it; and the texts of all ranks' errors, equal on all
             ranks, empty if all can read it.
         """
-        stored, error = None, None
+        stored = None
+        error = None
         try:
             stored = _read(path, self.checkpoint, self._communicator)
         except (ValueError, OSError) as failed:
@@ -416,7 +418,8 @@ class CheckpointManager:
 
         Called by: every rank. Raises: on all ranks, if a rank cannot read a part of a sharded tensor that it needs.
         """
-        common, communicator = stored.state["common"], self._communicator
+        common = stored.state["common"]
+        communicator = self._communicator
         objects = self.checkpoint.stateful_objects()
         assembly = Assembly(objects, communicator.rank, communicator.size)
         known = {name: common[name] for name in objects if name in common}

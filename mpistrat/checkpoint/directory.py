@@ -19,7 +19,8 @@ from mpistrat.checkpoint.directory_lock import DirectoryLock
 from mpistrat.checkpoint.manifest import Manifest, read_manifest
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
+_UNFINISHED = ".unfinished-"
+_DELETED = ".deleted-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,8 @@ class OpenDirectory:
     """
 
     def __init__(self, directory: Directory) -> None:
-        self._directory, self._path = directory, directory.path
+        self._directory = directory
+        self._path = directory.path
         # mkdir of an existing folder may raise another error than EEXIST, such as EACCES for the parent.
         if not os.path.isdir(self._path):
             durable_files.make_folders(self._path)
@@ -141,7 +143,8 @@ class OpenDirectory:
             ranks: number of ranks that wrote the checkpoint.
             files: (bytes, CRC-32) of each file but the manifest, by name.
         """
-        step, number = unfinished.step, unfinished.number
+        step = unfinished.step
+        number = unfinished.number
         Manifest(step, number, ranks, files).write(unfinished.folder)
         durable_files.sync_folder(unfinished.folder)
         durable_files.rename(unfinished.folder, unfinished.path)

@@ -17,7 +17,8 @@ class LazyMapping(Mapping[K, Any]):
     """
 
     def __init__(self, keys: Collection[K], get: Callable[[K], Any]) -> None:
-        self._keys, self._get = keys, get
+        self._keys = keys
+        self._get = get
 
     def __getitem__(self, key: K) -> Any:
         if key not in self._keys:

@@ -77,7 +77,8 @@ class _OfCopies(_OfVariable):
         Raises: ValueError if the variable was saved with aggregation NONE, and the number of replicas differs or a
             replica has no saved copy.
         """
-        variable, extended = self._variable, self._variable.strategy.extended
+        variable = self._variable
+        extended = self._variable.strategy.extended
         now = extended.num_replicas_in_sync
         saved = StatesOfReplicas(states, extended.communicator.rank)
         own = variable.aggregation.name

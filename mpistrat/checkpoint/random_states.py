@@ -63,7 +63,9 @@ class RandomStates:
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         extended = self._strategy.extended
         replicas = StatesOfReplicas(states, extended.communicator.rank)
-        some, of, first = replicas.some, replicas.of, extended.first_replica_id
+        some = replicas.some
+        of = replicas.of
+        first = extended.first_replica_id
         of_rank = of(first)
         if of_rank is None or of_rank["first_replica"] != first:
             of_rank = {}
@@ -116,7 +118,8 @@ class RandomStates:
         from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
 
         extended = self._strategy.extended
-        generators, missing = [], []
+        generators = []
+        missing = []
         cpu = some["torch"][0][0].numpy().tobytes()
         for replica in range(first, first + extended.num_local_replicas):
             saved = of(replica)

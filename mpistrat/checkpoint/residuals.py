@@ -58,8 +58,10 @@ class Residuals:
         Called by: every rank.
         """
         extended = self._strategy.extended
-        mirroring, communicator = extended.modules.made, extended.communicator
-        rank, size = communicator.rank, communicator.size
+        mirroring = extended.modules.made
+        communicator = extended.communicator
+        rank = communicator.rank
+        size = communicator.size
         some = state_of_some_rank(states, rank)
         if mirroring is None or not some:
             return

@@ -179,7 +179,8 @@ class CompletingSave(Saving):
         Raises: TimeoutError if no file in the folder grows for `SECONDS_WITHOUT_PROGRESS`; _Abandoned if another rank
             has failed or is lost. A checkpoint without a lost rank's files is deleted.
         """
-        note, folder = self._note(rank), self.checkpoint.folder
+        note = self._note(rank)
+        folder = self.checkpoint.folder
         progress: Any = None
         since = time.monotonic()
         while rank not in self.heard and not os.path.exists(note):
@@ -190,7 +191,8 @@ class CompletingSave(Saving):
                 raise _Abandoned
             now, seen = time.monotonic(), _sizes(folder)
             if seen != progress:
-                progress, since = seen, now
+                progress = seen
+                since = now
             if now - since > SECONDS_WITHOUT_PROGRESS:
                 raise TimeoutError(
                     f"rank 0 has seen no progress in {folder} for {SECONDS_WITHOUT_PROGRESS:g} s: rank {rank} has "

@@ -199,7 +199,9 @@ class Assembly:
     """
 
     def __init__(self, objects: Mapping[str, Any], rank: int, size: int) -> None:
-        self._objects, self._rank, self._size = objects, rank, size
+        self._objects = objects
+        self._rank = rank
+        self._size = size
         self._wanted: dict[tuple[str, str], list[_Wanted]] = {}
 
     def assembled(

@@ -42,7 +42,8 @@ class StoredCheckpoint:
     """
 
     def __init__(self, path: str, objects: Mapping[str, Any]) -> None:
-        self.path, self._objects = path, objects
+        self.path = path
+        self._objects = objects
         self.manifest = read_manifest(path)
         trees = self._json(STATE)
         with self._damaged(STATE):

@@ -34,7 +34,8 @@ _AS_BYTES = "U8"
 _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64  # the limit of NumPy and of torch
 _LENGTH = 8
-_METADATA, _FOREIGN = "__metadata__", "mpistrat"
+_METADATA = "__metadata__"
+_FOREIGN = "mpistrat"
 _NO_BYTES = np.empty(0, np.uint8)
 
 
@@ -89,7 +90,8 @@ class Snapshot:
         return True
 
     def _copy(self, named: _Arrays) -> None:
-        targets, sources = [], []
+        targets = []
+        sources = []
         for view, array in zip(self._views, named.values(), strict=True):
             if view is None:
                 continue
@@ -211,7 +213,8 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
     check(entries, _ENTRIES, "its header")
     foreign = parsed(metadata.get(_FOREIGN, "{}").encode())
     check(foreign, {str: _foreign}, _FOREIGN)
-    stored, end = {}, 0
+    stored = {}
+    end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, size = end, math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
         end += size

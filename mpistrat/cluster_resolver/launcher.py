@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from mpistrat.errors import TopologyError
 
 # Families of MPI libraries: MPICH stands also for Intel MPI, Cray MPICH and MVAPICH.
-OPEN_MPI, MPICH = "Open MPI", "MPICH"
+OPEN_MPI = "Open MPI"
+MPICH = "MPICH"
 
 # (variable of the size, variable of the rank, launcher that sets them, family of its MPI library)
 SIZE_AND_RANK = (

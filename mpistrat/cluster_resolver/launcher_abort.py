@@ -26,7 +26,8 @@ def abort_by_launcher(code: int) -> None:
     Called by: `rank_end`, when the job must end before MPI runs.
     Args: code: the exit code of the job. Slurm's launcher does not get it.
     """
-    environ, asked = os.environ, False
+    environ = os.environ
+    asked = False
     # Set by MPICH's launcher, by launchers derived from it, and by srun --mpi=pmi2
     if environ.get("PMI_FD", "").isdecimal():
         asked = _abort_by_pmi(int(environ["PMI_FD"]), code)

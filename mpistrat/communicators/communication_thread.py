@@ -49,7 +49,8 @@ class CommunicationThread:
     def __init__(
         self, communicator: Communicator, patience: float = deadlines.RANK_WAITS_FOR_ITS_THREAD
     ) -> None:
-        self.communicator, self._patience = communicator, patience
+        self.communicator = communicator
+        self._patience = patience
         self._work: queue.SimpleQueue[
             tuple[Callable[[], None], SourceLine, Future[None]] | None
         ] = queue.SimpleQueue()  # None ends the thread

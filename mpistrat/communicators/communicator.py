@@ -323,7 +323,8 @@ class RaisingOnAll(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self, communicator: Communicator, what: str) -> None:
-        self._communicator, self._what = communicator, what
+        self._communicator = communicator
+        self._what = what
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, Exception):

@@ -56,7 +56,9 @@ class KnownCalls:
         last_words: tuple[str, ...],
         raise_together: Callable[[Exception], NoReturn],
     ) -> None:
-        self._size, self._slots, self._last_words = size, slots, last_words
+        self._size = size
+        self._slots = slots
+        self._last_words = last_words
         self._takes_device_buffers = takes_device_buffers
         self._raise_together = raise_together
         self._known: dict[tuple[Any, ...], KnownCall] = {}
@@ -71,7 +73,8 @@ class KnownCalls:
         Raises: ValueError or TypeError if the operands do not fit the call; the other ranks raise
             CollectiveMismatchError.
         """
-        buffer, out = operands.buffer, operands.out
+        buffer = operands.buffer
+        out = operands.out
         key = (
             *(call, agreed, buffer.dtype, buffer.shape, operands.root),
             None if out is None else (out.dtype, out.shape),
@@ -106,7 +109,8 @@ class KnownCalls:
 
 def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
     """Check the operands of `call` on `size` ranks. Raises: ValueError or TypeError if they do not fit `call`."""
-    buffer, out = operands.buffer, operands.target
+    buffer = operands.buffer
+    out = operands.target
     if agreed[0]:
         operand_checks.check_reduction(agreed[0], agreed[2], buffer)
     if call == "all_reduce":
@@ -124,7 +128,8 @@ def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:
 
     Where shapes may differ between ranks, words for the equal part replace the shape: "2 dimensions", "rows of (3,)".
     """
-    op, buffer = agreed[0], operands.buffer
+    op = agreed[0]
+    buffer = operands.buffer
     words: list[Any] = [call, op] if op else [call]
     if call in ("reduce", "broadcast"):
         words.append(operands.root)

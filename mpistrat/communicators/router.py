@@ -85,8 +85,11 @@ class Router(Communicator):
     def __init__(
         self, transports: Transports, contract: Unchecked = UNCHECKED, *last_words: str
     ) -> None:
-        self.transports, self.mpi, self.contract = transports, transports.mpi, contract
-        self.rank, self.size = transports.mpi.rank, transports.mpi.size
+        self.transports = transports
+        self.mpi = transports.mpi
+        self.contract = contract
+        self.rank = transports.mpi.rank
+        self.size = transports.mpi.size
         self.thread_multiple = transports.mpi.thread_multiple
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
         # Only the first transport can be one for devices: `move_by` puts it there.
@@ -189,7 +192,8 @@ class Router(Communicator):
         if self.takes_device_buffers and is_capturing(operands.buffer):
             self.raise_together(refusal(call, self.rank))
         signature, small, slot, meets = self._known.find(call, operands, agreed)
-        contract, payload = self.contract, None
+        contract = self.contract
+        payload = None
         if small is not None:
             try:
                 payload = small.payload(operands)
@@ -219,7 +223,8 @@ class Router(Communicator):
         with self._enter("split"):
             mpi = self.mpi.split(color, key)
             name = f"{self.contract.name}/{len(self.contract.parts)}:{color}"
-            transports, watch = Transports(mpi), None
+            transports = Transports(mpi)
+            watch = None
             if self.transports.of_part is not None:
                 transports, watch = self.transports.of_part(mpi, name)
             return Router(transports, self.contract.of_part(mpi, name, watch))
@@ -273,7 +278,8 @@ class _Overridden(Router):
     def __init__(self, router: Router, implementation: CommunicationImplementation) -> None:
         transports = router.transports.forced.get(implementation, router.transports)
         super().__init__(transports, router.contract, f"by {implementation.name}")
-        self._router, self._implementation = router, implementation
+        self._router = router
+        self._implementation = implementation
 
     def split(self, color: int, key: int = 0) -> Router:
         return self._router.split(color, key).by(self._implementation)

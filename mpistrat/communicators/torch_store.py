@@ -45,7 +45,8 @@ class Ranks:
         resolver = MPIClusterResolver(comm)
         self.comm = resolver.comm
         self.topology: Topology = resolver.topology()
-        self.rank, self.size = self.topology.rank, self.topology.size
+        self.rank = self.topology.rank
+        self.size = self.topology.size
 
     @functools.cached_property
     def address(self) -> str:
@@ -134,7 +135,8 @@ def address_that_all_reach(ranks: Ranks) -> str:
 
     Raises: RuntimeError on all ranks if there is no such address.
     """
-    comm, topology = ranks.comm, ranks.topology
+    comm = ranks.comm
+    topology = ranks.topology
     with Answering() if ranks.rank == 0 else contextlib.nullcontext() as answering:
         # LOOPBACK is reached where MPI takes one machine for several nodes.
         offer = answering and ((*own_addresses(), LOOPBACK), answering.port, answering.token)

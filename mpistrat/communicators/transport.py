@@ -88,7 +88,8 @@ class Exchange:
 
     def reduce_scatter(self, operands: Operands) -> None:
         """Combine on all ranks by `all_reduce`, and keep this rank's part; subclasses may be faster."""
-        total, out = self._total(operands), operands.target
+        total = self._total(operands)
+        out = operands.target
         length = out.shape[0] if out.ndim else 1
         out[...] = total[self.rank * length : (self.rank + 1) * length].reshape(out.shape)
 
@@ -164,7 +165,8 @@ class Unbroken(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self, purpose: str, call: str = "a collective") -> None:
-        self._purpose, self._call = purpose, call
+        self._purpose = purpose
+        self._call = call
         self._error: BaseException | None = None
 
     def __enter__(self) -> None:
@@ -186,7 +188,9 @@ def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> Non
         combine: a function of a buffer; it reduces the buffer over the ranks in place, without the scale. Floats of 16
             and 8 bits come as float32, so the result is rounded once, after it is scaled.
     """
-    buffer, target, factor = operands.buffer, operands.target, operands.reduction.scale
+    buffer = operands.buffer
+    target = operands.target
+    factor = operands.reduction.scale
     if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
         wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
         combine(wide)

@@ -30,7 +30,8 @@ from mpistrat.settings import stall_seconds
 from mpistrat.values import PerReplica
 
 _KIND = operator.attrgetter("dtype", "shape")
-_PLACE, _ON_HOST = operator.attrgetter("is_cpu", "requires_grad"), (True, False)
+_PLACE = operator.attrgetter("is_cpu", "requires_grad")
+_ON_HOST = (True, False)
 # How many kinds of values have their packs kept. Beyond them the packs are made again.
 _KNOWN_KINDS = 1024
 

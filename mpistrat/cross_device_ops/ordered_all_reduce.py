@@ -114,7 +114,8 @@ class OrderedAllReduce(MpiAllReduce):
         for group in packing.alike(like, indices):
             parameters = [like[i] for i in group]
             of_replicas = [[gradients[i] for i in group] for gradients in contributions]
-            reduction, window = reduction_of(group), self.communicator.memory
+            reduction = reduction_of(group)
+            window = self.communicator.memory
             pieces = self._sum(
                 packer, window, parameters, of_replicas, reduction, packing.pieces_of
             )

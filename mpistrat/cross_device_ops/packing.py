@@ -36,7 +36,8 @@ LAYOUT = operator.attrgetter("dtype", "device", "shape")
 # Programs may reduce different parameters in turn, such as a generator's and a discriminator's, so a packer keeps the
 # last _TURNS plans. A plan keeps _PACKS packs for each group of tensors, because a program that accumulates gradients
 # still holds the gradients of earlier backwards in one of them.
-_TURNS, _PACKS = 4, 2
+_TURNS = 4
+_PACKS = 2
 
 
 @dataclasses.dataclass(eq=False)
@@ -145,7 +146,9 @@ class Packer:
         self, tensors: list[Any], group: list[int], communicator: Communicator, asks: bool
     ) -> Pack:
         first, length = tensors[0], sum([tensor.numel() for tensor in tensors])
-        nbytes, window, asked = length * first.itemsize, communicator.memory, self._asked
+        nbytes = length * first.itemsize
+        window = communicator.memory
+        asked = self._asked
         largest = asked.get(communicator, 0)
         if nbytes > window.window_capacity:
             if asks and nbytes > largest:
@@ -295,7 +298,8 @@ def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
 
         # As in DistributedDataParallel: a loop in C++. A loop in Python would take as long as the message.
         return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
-    unpacked, end = [], 0
+    unpacked = []
+    end = 0
     for value in like:
         end += value.size
         unpacked.append(flat[end - value.size : end].reshape(value.shape))
@@ -371,7 +375,8 @@ def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
         for piece, value in zip(pieces, values, strict=True):
             piece[...] = 0 if value is None else value
         return
-    targets, sources = [], []
+    targets = []
+    sources = []
     for piece, value in zip(pieces, values, strict=True):
         if value is None:
             piece.zero_()

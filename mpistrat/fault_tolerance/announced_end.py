@@ -18,14 +18,17 @@ from mpistrat.fault_tolerance.time_limit import TimeLimit
 from mpistrat.machine.notices import tell
 
 # The levels of a rank's word; the greatest level of all ranks counts.
-NOTHING, SAVE, SAVE_AND_LEAVE = 0, 1, 2
+NOTHING = 0
+SAVE = 1
+SAVE_AND_LEAVE = 2
 _LEVEL_SHIFT = 8  # the bits below it are the signal's number
 SECONDS_BETWEEN_POLLS = 1.0
 # As in TensorFlow, the last checkpoint is written this many mean steps before the end of the grace period.
 _STEPS_BEFORE_THE_END = 6
 # The margin is at most this part of the time before the limit, before and after the first save or restore was timed.
 # It may be as long as a checkpoint takes, even if that is more.
-_PART_UNTIL_MEASURED, _PART_WHEN_MEASURED = 0.5, 0.1
+_PART_UNTIL_MEASURED = 0.5
+_PART_WHEN_MEASURED = 0.1
 
 
 class AnnouncedEnd:
@@ -46,7 +49,8 @@ class AnnouncedEnd:
         self.seconds_to_save = 0.0
         self._most_left = 0.0  # the most seconds that were ever left before the time limit
         self._is_limit_known = False
-        self._grace_period, self._margin = config.grace_period or 0.0, config.margin
+        self._grace_period = config.grace_period or 0.0
+        self._margin = config.margin
         self._grace_began: float | None = None
         self._signal = SignalFlag(config.signal_numbers())
         self._limit = TimeLimit(job, config.end_time) if keeps_time else TimeLimit(None)
@@ -82,7 +86,8 @@ class AnnouncedEnd:
         if level < SAVE_AND_LEAVE:
             self.warn_if_near()
             if self._seconds_left() <= self._seconds_needed():
-                level, number = SAVE_AND_LEAVE, 0
+                level = SAVE_AND_LEAVE
+                number = 0
         return level << _LEVEL_SHIFT | number if level else 0
 
     def begin_grace(self) -> bool:

@@ -25,7 +25,8 @@ def digest(value: Any) -> bytes:
     hashed = hashlib.blake2b(describe(value).encode(), digest_size=8)
     flat = bits(value)
     rows = flat.shape[0] // ROW
-    table, dtype = flat[: rows * ROW].reshape(rows, ROW), flat.dtype
+    table = flat[: rows * ROW].reshape(rows, ROW)
+    dtype = flat.dtype
     for part in (table.sum(0, dtype=dtype), table.sum(1, dtype=dtype), flat[rows * ROW :]):
         hashed.update(arrays.to_numpy(part).data)
     return hashed.digest()

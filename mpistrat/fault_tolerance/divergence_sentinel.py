@@ -125,7 +125,8 @@ class DivergenceSentinel:
         return np.array([first, -first, second, -second], np.int32)
 
     def _judge(self, greatest: np.ndarray, when: str) -> None:
-        digested, self._digested = self._digested, {}
+        digested = self._digested
+        self._digested = {}
         if (greatest[::2] != -greatest[1::2]).any():
             error = find_divergence(self._strategy, digested, f"{when}; {self._last_equal}")
             if error is not None:

@@ -162,7 +162,8 @@ class Elastic:
         self.comm = comm if survivors is None else survivors.comm
         self.step = 0
         self._survivors = survivors
-        self._min_replicas, self._steps_per_copy = min_replicas, steps_per_copy
+        self._min_replicas = min_replicas
+        self._steps_per_copy = steps_per_copy
         self._checkpoint: Checkpoint | None = None
         # The number of replicas that a deterministic strategy keeps, however many ranks are lost.
         self._replicas: int | None = None

@@ -30,5 +30,6 @@ class PiggybackedWord:
 
         Returns: None if no gradients were reduced since the last call.
         """
-        greatest, self._greatest = self._greatest, None
+        greatest = self._greatest
+        self._greatest = None
         return greatest

@@ -67,7 +67,8 @@ class Survivors:
             states: pickled states by rank; at first this rank's alone.
         """
         comm = self.comm
-        rank, size = comm.rank, comm.size
+        rank = comm.rank
+        size = comm.size
         with self.reported_as("exchange of states", self.communicator.contract.calls):
             for away in {1, 2 if size == 3 else size // 2} if size > 1 else ():
                 to, of = (rank + away) % size, (rank - away) % size

@@ -10,7 +10,8 @@ from mpistrat.cluster_resolver.slurm.job import SlurmJob
 from mpistrat.fault_tolerance.polling import keep_asking
 
 # Slurm is asked again after a tenth of the time that is left, because limits can change. These bounds are in seconds.
-SHORTEST_PAUSE, LONGEST_PAUSE = 10.0, 600.0
+SHORTEST_PAUSE = 10.0
+LONGEST_PAUSE = 600.0
 _SECONDS_TO_ANSWER = 30.0
 
 

@@ -50,7 +50,8 @@ class IteratorProgress:
 
     def begin(self, epoch: int, steps: int) -> None:
         """Begin `epoch` after its first `steps` steps."""
-        self.epoch, self.steps = epoch, steps
+        self.epoch = epoch
+        self.steps = steps
         self.position = self.unread = None
         self.ended = False
 
@@ -77,7 +78,8 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         partial: bool,
         progress: IteratorProgress,
     ) -> None:
-        self._reader, self._communicator = reader, extended.communicator
+        self._reader = reader
+        self._communicator = extended.communicator
         self._num_local_replicas = extended.num_local_replicas
         self._partial = partial
         self._asks_nobody = reader.ends_together or self._communicator.size == 1
@@ -149,7 +151,8 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return without_examples(self._template, self._template_count)
 
     def _agreed(self) -> ReplicaPieces | None:
-        step, error = None, None
+        step = None
+        error = None
         try:
             step = self._read()
         except Exception as failed:
@@ -221,9 +224,11 @@ class AgreedSteps(Iterator[ReplicaPieces]):
             return [_FAILED, -_NEVER]
         if step is None:
             return [0, -_NEVER]
-        count, fails = 1, False
+        count = 1
+        fails = False
         if self._partial or self._reader.drop_last:
-            count, fails = 1 + step.following, step.fails
+            count = 1 + step.following
+            fails = step.fails
         return [count if self._partial else -count, -(count if fails else _NEVER)]
 
     def _ask_first(self, words: list[int], step: ReplicaPieces | None) -> tuple[int, int]:

@@ -89,7 +89,9 @@ class DistributedDataset(Iterable[Any]):
         self.partial = partial and not reader.drop_last
         self.after_steps: list[Callable[[], None]] = []
         # Private names, because `__getattr__` looks up all public ones in `distributed`.
-        self._reader, self._extended, self._options = reader, extended, options
+        self._reader = reader
+        self._extended = extended
+        self._options = options
         self._distributed = distributed
         self._shared = IterationState()
         # Returns the iterator that was begun last, or None if the program no longer has it.
@@ -120,7 +122,9 @@ class DistributedDataset(Iterable[Any]):
         """Record `iterator` as begun last. The next iterator begins with the epoch after its epoch."""
         self._shared.epoch = max(self._shared.epoch, iterator.progress.epoch) + 1
         self._shared.start = 0
-        self._last, self._progress, self._peeked = weakref.ref(iterator), iterator.progress, None
+        self._last = weakref.ref(iterator)
+        self._progress = iterator.progress
+        self._peeked = None
 
     def _end_step(self) -> None:
         """Call the methods in `after_steps`, if the program has got a step before.
@@ -196,7 +200,8 @@ class DistributedDataset(Iterable[Any]):
             return progress.unread
         if progress.ended:  # the next epoch follows
             progress = IteratorProgress(progress.epoch + 1)
-        communicator, position = self._extended.communicator, progress.position
+        communicator = self._extended.communicator
+        position = progress.position
         if position is None:
             position = self._reader.position()
         return {
@@ -235,7 +240,8 @@ class DistributedDataset(Iterable[Any]):
         Raises: ValueError if `state` is of another kind of input or batch size, or, in mid-epoch, of another length; or
             of another number of ranks, where each rank reads data of its own (a dataset function, AutoShardPolicy.OFF).
         """
-        reader, size = self._reader, self._extended.communicator.size
+        reader = self._reader
+        size = self._extended.communicator.size
         here = reader.identity()
         saved = {
             name: state.get(name, here[name]) for name in here
@@ -254,7 +260,8 @@ class DistributedDataset(Iterable[Any]):
             )
         reader.load_state(self._extended.communicator, state)
         self._shared.epoch, self._shared.start = state["epoch"], state["steps"]
-        self._last, self._peeked = _no_iterator, None
+        self._last = _no_iterator
+        self._peeked = None
         self._progress = IteratorProgress(self._shared.epoch, self._shared.start)
 
 
@@ -266,7 +273,8 @@ class Optional:
     """A step, or none, like `tf.experimental.Optional`."""
 
     def __init__(self, value: Any, has_value: bool) -> None:
-        self._value, self._has_value = value, has_value
+        self._value = value
+        self._has_value = has_value
 
     def has_value(self) -> bool:
         """Whether there is a step."""
@@ -299,7 +307,8 @@ class DistributedIterator(Iterator[Any]):
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
-        self._dataset, self._extended = dataset, dataset._extended
+        self._dataset = dataset
+        self._extended = dataset._extended
         self._shared = shared = dataset._shared
         self.after_steps = dataset.after_steps
         fetches = dataset._options.experimental_fetch_to_device is not False
@@ -307,7 +316,8 @@ class DistributedIterator(Iterator[Any]):
         self._together = self._extended.communicator.raising_together()
         self.progress = IteratorProgress(shared.epoch, shared.start)
         self.strategy: Any = dataset.strategy
-        strategy, reader = self.strategy, dataset._reader
+        strategy = self.strategy
+        reader = dataset._reader
         combined = strategy.num_replicas_in_sync * strategy.workers_combined
         # False where workers do not wait for each other: each worker then has steps of its own.
         self._combines_all = combined == self._extended.input.share.num_replicas
@@ -346,8 +356,11 @@ class DistributedIterator(Iterator[Any]):
             RuntimeError: in another strategy's scope.
         """
         with spans.current.range("next(iterator)"):
-            dataset, shared, extended = self._dataset, self._shared, self._extended
-            strategy, steps = extended.strategy, extended.given_steps
+            dataset = self._dataset
+            shared = self._shared
+            extended = self._extended
+            strategy = extended.strategy
+            steps = extended.given_steps
             in_block = require_iteration(strategy)
             if in_block:  # all ranks call this, between two steps
                 dataset._end_step()
@@ -419,7 +432,8 @@ class DistributedIterator(Iterator[Any]):
 
     def _read(self) -> None:
         """Read one step, begin to copy it to the devices, and append it to `_ahead`. Called by: every rank."""
-        dataset, progress = self._dataset, self.progress
+        dataset = self._dataset
+        progress = self.progress
         with self._together:
             if self._steps is None:
                 self._steps = AgreedSteps(

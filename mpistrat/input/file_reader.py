@@ -80,8 +80,10 @@ class FileReader(Reader):
     reads_ahead = True
 
     def __init__(self, dataset: FileDataset, share: Share, policy: AutoShardPolicy) -> None:
-        self._dataset, self._share = dataset, share
-        self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
+        self._dataset = dataset
+        self._share = share
+        self.batch_size = dataset.batch_size
+        self.drop_last = dataset.drop_last
         self._splits_each = policy is AutoShardPolicy.DATA
         self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE)
         self.ends_together = self.compares_ends = self._splits_each or share.workers == 1
@@ -98,7 +100,8 @@ class FileReader(Reader):
         self._restart = _Restart()
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
-        share, dataset = self._share, self._dataset
+        share = self._share
+        dataset = self._dataset
         if start == 0:
             self._restart = _Restart()
         restart = self._restart
@@ -131,9 +134,11 @@ class FileReader(Reader):
             for count, example in enumerate(itertools.islice(examples, skipped, None), skipped + 1):
                 if self._first_example is None:
                     self._first_example = example
-                place.finished, place.count = i, count
+                place.finished = i
+                place.count = count
                 yield example
-            place.finished, place.count = i + 1, 0
+            place.finished = i + 1
+            place.count = 0
 
     def state(self, communicator: Communicator, position: Any) -> State:
         """Return how far the ranks have read each file, so that any number of ranks can go on. Called by: every rank.
@@ -143,7 +148,8 @@ class FileReader(Reader):
         """
         if not self._by_file:
             return {}
-        progress, restart = position.progress(), position.restart
+        progress = position.progress()
+        restart = position.restart
         by_rank = communicator.all_gather_object((self._share.worker, progress), label="files read")
         finished, partly, left = set(restart.finished), dict(restart.partly), dict(restart.left)
         by_worker = {worker: read for worker, read in by_rank if read is not None}

@@ -26,7 +26,8 @@ class LocalReader(readers.FunctionReader):
         super().__init__([batches], num_replicas)
         length = readers.length_of(batches)
         steps = None if length == readers.UNKNOWN_CARDINALITY else length // num_replicas
-        self._rank, self._has_spoken = communicator.rank, False
+        self._rank = communicator.rank
+        self._has_spoken = False
         by_rank = communicator.all_gather_object(steps, label="steps of local batches")
         self._steps = None if None in by_rank else min(by_rank)
         self.steps_agreed = self._steps is not None

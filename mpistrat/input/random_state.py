@@ -53,7 +53,8 @@ class RandomState:
         default: Any = default_device()
         self._devices = [default] if getattr(default, "type", None) == torch_accelerator() else []
         self.began: dict[str, Any] | None = None
-        self._begin_at, self._in_epoch = dict[str, Any](), False
+        self._begin_at = dict[str, Any]()
+        self._in_epoch = False
 
     def fits(self, state: dict[str, Any]) -> bool:
         """Whether `state` has a generator state of the default device if this program draws from one, and else none.
@@ -92,7 +93,8 @@ class RandomState:
         if not self._begin_at:
             yield
             return
-        before, self._begin_at = {**self.capture(), "own": self.began["own"]}, {}
+        before = {**self.capture(), "own": self.began["own"]}
+        self._begin_at = {}
         self.put_back(self.began)
         try:
             yield

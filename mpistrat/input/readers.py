@@ -215,7 +215,8 @@ class GlobalReader(Reader):
                 "AutoShardPolicy.FILE needs a mpistrat.input.FileDataset, because it shares out files; this dataset "
                 "is none. Use AUTO or DATA"
             )
-        self._share, self._policy = share, policy
+        self._share = share
+        self._policy = policy
         self._reads_all = policy is AutoShardPolicy.OFF and share.workers > 1
         self.same_for_any_ranks = self.ends_together = not self._reads_all
 
@@ -234,7 +235,8 @@ class GlobalReader(Reader):
 
         A piece is MISSING where the data ends before the step is full.
         """
-        share, n = self._share, self._share.num_replicas
+        share = self._share
+        n = self._share.num_replicas
         if self._policy in SHARED or self.batch_size is None or n == 1:
             if not self._reads_all:
                 batches = itertools.islice(batches, start, None)
@@ -253,7 +255,8 @@ class IndexReader(GlobalReader):
         super().__init__(share, policy)
         self._dataset = dataset
         self.examples = dataset.examples
-        self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
+        self.batch_size = dataset.batch_size
+        self.drop_last = dataset.drop_last
         self.reads_ahead = not dataset.of_arrays
         if dataset.program_collate and policy in SHARED:
             self.dropped = DroppedExamples(dataset.program_collate)
@@ -322,7 +325,8 @@ class BatchReader(ReplayedReader):
         compared_over: Communicator | None = None,
     ) -> None:
         super().__init__(share, policy)
-        self._batches, self._compared_over = batches, compared_over
+        self._batches = batches
+        self._compared_over = compared_over
         self._random = _random_of(batches)
         self.batch_size = number_of(batches, "batch_size")
         self.drop_last = bool(getattr(batches, "drop_last", False))
@@ -424,7 +428,8 @@ class FunctionReader(Reader):
     same_for_any_ranks = False
 
     def __init__(self, datasets: list[Iterable[Any]], num_replicas: int) -> None:
-        self._datasets, self._num_replicas = datasets, num_replicas
+        self._datasets = datasets
+        self._num_replicas = num_replicas
         self._random = [_random_of(dataset) for dataset in datasets]
         self.drop_last = all(getattr(d, "drop_last", False) is True for d in datasets)
         self.batch_size = number_of(datasets[0], "batch_size")

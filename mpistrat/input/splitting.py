@@ -22,7 +22,8 @@ import numpy as np
 from mpistrat.replicas.input_plan import Share, StepExamples
 
 # Entries of a step in place of a batch. EMPTY: the piece has no examples. MISSING: the data ends before this piece.
-EMPTY, MISSING = object(), None
+EMPTY = object()
+MISSING = None
 
 _END = object()
 

@@ -40,7 +40,8 @@ from mpistrat.torch_distributed.next_group import has_default_group
 
 # Index lists of torch's samplers in the first and the longest message. Messages are few and long, because all ranks
 # wait at each of them. Rank 0's sampler runs ahead of the loading by one message.
-_BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
+_BATCHES_OF_FIRST_MESSAGE = 256
+_BATCHES_OF_LONGEST = 4096
 _OF_ALL_EXAMPLES = data.default_collate, data.default_convert, collate
 _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
 
@@ -89,7 +90,8 @@ class _WholePipe(data.IterableDataset[Any]):
     """All elements of a datapipe in one epoch, on every rank. A rank's worker processes share the elements out."""
 
     def __init__(self, pipe: data.IterDataPipe[Any], seed: int) -> None:
-        self._pipe, self._seed = pipe, seed
+        self._pipe = pipe
+        self._seed = seed
 
     def __iter__(self) -> Iterator[Any]:
         info = data.get_worker_info()
@@ -124,7 +126,8 @@ class WholeLoader(Restartable):
             id(s): s.epoch for s in samplers_of(loader) if isinstance(s, data.DistributedSampler)
         }
         self.random = RandomState(loader)
-        self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
+        self.batch_size = loader.batch_size
+        self.drop_last = loader.drop_last
 
     def __iter__(self) -> Iterator[Any]:
         with self.random.of_epoch(), starting_processes(self._user):

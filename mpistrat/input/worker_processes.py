@@ -64,7 +64,8 @@ class WorkerInit:
     """
 
     def __init__(self, loader: data.DataLoader[Any], seed_id: int) -> None:
-        self._function, self._seed_id = loader.worker_init_fn, seed_id
+        self._function = loader.worker_init_fn
+        self._seed_id = seed_id
         self._is_shielded = loader.multiprocessing_context is None
 
     def __call__(self, worker_id: int) -> None:

@@ -36,7 +36,8 @@ def soon(
     Args: sleeps_at_most: the longest pause between two calls of `condition`, in seconds. The first pause has 0.001 s.
     Returns: True if the condition has come true; False if it has not within `seconds`.
     """
-    until, pause = time.monotonic() + seconds, deadlines.SOON_SLEEPS
+    until = time.monotonic() + seconds
+    pause = deadlines.SOON_SLEEPS
     while not condition():
         if time.monotonic() >= until:
             return False

@@ -50,7 +50,8 @@ def advice_for(error: BaseException, rank: int) -> str:
     are taken from its attribute `raised_by_rank`. An error of `mpistrat.errors` has a heading in
     docs/troubleshooting.md, and the line ends with it.
     """
-    advice, heading = getattr(error, "raised_by_rank", ""), ""
+    advice = getattr(error, "raised_by_rank", "")
+    heading = ""
     if not advice:
         kinds = (
             kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__

@@ -39,7 +39,8 @@ def wait_until(
         while time.monotonic() < spin_until:
             if arrived():
                 return
-    looked, timeout = started, watch.timeout
+    looked = started
+    timeout = watch.timeout
     limit = watch.record.limit_of(timeout)
     while not arrived():
         now = time.monotonic()

@@ -230,7 +230,8 @@ def state_of_copies(optimizer: Optimizer, state: Callable[[Optimizer], Any]) -> 
 @contextlib.contextmanager
 def copied_as_it_is() -> Iterator[None]:
     """Inside the block, copies and pickles that this thread makes ignore `before_copy` and `state_of_copies`."""
-    before, _copying.as_it_is = _copying.as_it_is, True
+    before = _copying.as_it_is
+    _copying.as_it_is = True
     try:
         yield
     finally:
@@ -260,7 +261,8 @@ def _replace_state_dict() -> None:
 
 @functools.cache
 def _replace_reductions() -> None:
-    original, original_state = torch.nn.Module.__reduce_ex__, Optimizer.__getstate__
+    original = torch.nn.Module.__reduce_ex__
+    original_state = Optimizer.__getstate__
 
     @functools.wraps(original)
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:

@@ -144,7 +144,8 @@ class Mirroring(StrategyModules):
         slots = self.registry.buffers
         if self._is_alone or not slots:
             return
-        snapshots, label = [buffers.snapshot(self.registry)], "buffers at the end of a loader"
+        snapshots = [buffers.snapshot(self.registry)]
+        label = "buffers at the end of a loader"
         flags = buffers.flags_of(snapshots)
         self._communicator.all_reduce(flags, reducing("max", label))
         buffers.reduce(self.parts, slots, snapshots, flags, label)

@@ -150,7 +150,8 @@ class _Normalized(torch.autograd.Function):
         count: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        ctx.context, ctx.eps = context, eps
+        ctx.context = context
+        ctx.eps = eps
         ctx.save_for_backward(input, weight, mean, rate, count)
         shape = _shape(input)
         scale = rate if weight is None else rate * weight
@@ -164,7 +165,8 @@ class _Normalized(torch.autograd.Function):
         input, weight, mean, rate, count = ctx.saved_tensors
         shape, axes = _shape(input), _axes(input)
 
-        replicas, label = ctx.context.strategy.extended.replicas, "gradient of SyncBatchNorm"
+        replicas = ctx.context.strategy.extended.replicas
+        label = "gradient of SyncBatchNorm"
         has_graph = torch.is_grad_enabled()  # with create_graph=True
         all_reduce = differentiable.all_reduce if has_graph else replicas.all_reduce
 

@@ -34,7 +34,8 @@ class TorchState:
     """
 
     def __init__(self, registry: Registry, count: int, writes: WritesByHand) -> None:
-        self._registry, self.writes = registry, writes
+        self._registry = registry
+        self.writes = writes
         # Each replica's gradients and buffers, as they were when the rank last switched to another replica.
         self._away: list[dict[Slot, torch.Tensor | None]] = [{} for _ in range(count)]
         self._generators: list[list[torch.Tensor]] = []

@@ -55,7 +55,9 @@ class WritesByHand:
         self, registry: Registry, count: int, modules: Callable[[], Iterable[torch.nn.Module]]
     ) -> None:
         torch.nn.Parameter.data = hooks.data_given_by(_data)
-        self._registry, self._count, self._modules = registry, count, modules
+        self._registry = registry
+        self._count = count
+        self._modules = modules
         self._memories = weakref.WeakValueDictionary[ParameterSlot, _ParameterData]()
         self._seen: dict[ParameterSlot, Any] = {}
         # For each parameter that was written since the last meeting of the replicas: its bytes after the turn of the
@@ -94,7 +96,8 @@ class WritesByHand:
 
     def _look(self) -> list[tuple[ParameterSlot, torch.Tensor]]:
         """Return the slots and parameters that were written, by anything, since the last call of `_look`."""
-        before, self._seen = self._seen, {}
+        before = self._seen
+        self._seen = {}
         written = []
         for slot in self._registry.slots:
             parameter = slot.reference()

@@ -93,7 +93,8 @@ def all_reduce(
     operands = [leaves[i] for i in tensors]
     reduced = [*_DifferentiableAllReduce.apply(context, op, options, label, *operands)]
     if constant:
-        others, replicas = [leaves[i] for i in constant], context.strategy.extended.replicas
+        others = [leaves[i] for i in constant]
+        replicas = context.strategy.extended.replicas
         reduced += replicas.all_reduce(context, op, others, options, label)
     results = dict(zip(tensors + constant, reduced, strict=True))
     return [results[i] for i in range(len(leaves))]

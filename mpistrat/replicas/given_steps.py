@@ -92,7 +92,8 @@ class GivenSteps:
     _order_of = staticmethod(operator.attrgetter("order"))
 
     def __init__(self, num_replicas: int, num_ranks: int, is_first_rank: bool) -> None:
-        self._num_replicas, self._num_ranks = num_replicas, num_ranks
+        self._num_replicas = num_replicas
+        self._num_ranks = num_ranks
         self._is_first_rank = is_first_rank
         self.blocks = 0
         self.distributed = False
@@ -114,7 +115,8 @@ class GivenSteps:
             gradients: whether gradients are on.
         """
         self.distributed = True
-        iteration, kept = None, []
+        iteration = None
+        kept = []
         for known in self.iterations:
             owner = known.iterator()
             if owner is iterator:
@@ -127,7 +129,8 @@ class GivenSteps:
         if gradients:
             self._order += 1
             self._shard_is_last = False
-            iteration.training, iteration.order = examples, self._order
+            iteration.training = examples
+            iteration.order = self._order
             if examples is not None:
                 iteration.since += 1
                 iteration.recent.add(int(examples[-1]))
@@ -161,7 +164,8 @@ class GivenSteps:
         """
         for iteration in self.iterations:
             if iteration.iterator() is iterator:
-                iteration.is_only, iteration.has_ended = False, True
+                iteration.is_only = False
+                iteration.has_ended = True
                 kept = [i for i in self.iterations if i is not iteration]
                 if iteration.is_evaluation and any(i.order for i in kept):
                     self._keep(kept)

@@ -132,7 +132,8 @@ def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
     The whole is the global batch of a loader's step, or an array that `Strategy.shard` has cut. Any other `size` is the
     program's choice: it may accumulate gradients, or scale by the step of another loader.
     """
-    steps, cuts = extended.given_steps, extended.sharded.cuts
+    steps = extended.given_steps
+    cuts = extended.sharded.cuts
     replicas = extended.num_replicas_in_sync
     totals = {whole for part, whole, _ in cuts if part == num_examples}
     examples = steps.examples_with_gradients

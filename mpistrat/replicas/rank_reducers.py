@@ -22,8 +22,10 @@ class RankReducers:
     """
 
     def __init__(self, group: ReplicaGroup, options: CommunicationOptions) -> None:
-        communicator, counts = group.communicator, group.replicas_of_ranks
-        self._communicator, self._counts = communicator, counts
+        communicator = group.communicator
+        counts = group.replicas_of_ranks
+        self._communicator = communicator
+        self._counts = counts
         if not group.deterministic:
             self.of_replicas = self.of_plain = MpiAllReduce(communicator, options)
             return

@@ -51,7 +51,9 @@ class ReplicaContext:
             raise ValueError(
                 f"replica_id_in_sync_group must be an integer or None, got {replica_id!r:.60}"
             )
-        self._strategy, self._replica_id, self.local_index = strategy, replica_id, local_index
+        self._strategy = strategy
+        self._replica_id = replica_id
+        self.local_index = local_index
 
     def __str__(self) -> str:
         return f"replica {self.replica_id_in_sync_group}"

@@ -48,7 +48,9 @@ class Replicas:
         ops: CrossReplicaOps,
         parameter_device: str | None = None,
     ) -> None:
-        self.strategy, self.group, self.ops = strategy, group, ops
+        self.strategy = strategy
+        self.group = group
+        self.ops = ops
         self._is_alone = group.num_replicas_in_sync == 1
         self.count = group.num_local_replicas
         self.devices = group.worker_devices

@@ -19,7 +19,8 @@ class ShardedArrays:
     """
 
     def __init__(self, num_replicas: int, tell_once: Callable[[str], None]) -> None:
-        self._num_replicas, self._tell_once = num_replicas, tell_once
+        self._num_replicas = num_replicas
+        self._tell_once = tell_once
         self.count = self.first = 0
         self.cuts: set[tuple[int, int, int]] = set()
 

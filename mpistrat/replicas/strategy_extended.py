@@ -98,19 +98,23 @@ class StrategyExtended(abc.ABC):
     def __init__(self, strategy: AnyStrategy, parts: Parts) -> None:
         self.strategy = strategy
         self.modules, self.variables, self.input, self.checkpoints = parts[:4]
-        self._between_graph, self.wraps_values = parts.between_graph, parts.wraps_values
+        self._between_graph = parts.between_graph
+        self.wraps_values = parts.wraps_values
         self.replicas = self.modules.parts.replicas
-        self.cross_replica_ops, group = self.replicas.ops, self.replicas.group
+        self.cross_replica_ops = self.replicas.ops
+        group = self.replicas.group
         self.communicator = group.communicator
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas
         self.num_replicas_in_sync = replicas = group.num_replicas_in_sync
-        rank, size = self.communicator.rank, self.communicator.size
+        rank = self.communicator.rank
+        size = self.communicator.size
         self.given_steps = GivenSteps(replicas, size, is_first_rank=rank == 0)
         self.sharded = ShardedArrays(replicas, self.given_steps.tell_once)
         self.first_step_notice = FirstStepNotice(group)
         self.first_replica_id = group.first_replica_id
-        self.deterministic, self.topology = group.deterministic, group.topology
+        self.deterministic = group.deterministic
+        self.topology = group.topology
 
     @property
     def experimental_between_graph(self) -> bool:

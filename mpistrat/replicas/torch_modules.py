@@ -31,8 +31,12 @@ class ModuleParts:
     def __init__(
         self, replicas: Replicas, rule: GradientRule, gradient_sums: MpiAllReduce | None = None
     ) -> None:
-        self.strategy, self.group, self.ops = replicas.strategy, replicas.group, replicas.ops
-        self.replicas, self.rule, self.gradient_sums = replicas, rule, gradient_sums
+        self.strategy = replicas.strategy
+        self.group = replicas.group
+        self.ops = replicas.ops
+        self.replicas = replicas
+        self.rule = rule
+        self.gradient_sums = gradient_sums
         self.piggybacks: list[Any] = []
 
 
@@ -58,8 +62,10 @@ class TorchModules:
     def __init__(
         self, parts: ModuleParts, make: Callable[[ModuleParts], Any], needed: bool
     ) -> None:
-        self.parts, self._make = parts, make
-        self.rule, self.piggybacks = parts.rule, parts.piggybacks
+        self.parts = parts
+        self._make = make
+        self.rule = parts.rule
+        self.piggybacks = parts.piggybacks
         self.needed = needed
         self.made: Any = None
 

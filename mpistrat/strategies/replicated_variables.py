@@ -60,7 +60,9 @@ class CopyPerReplica(VariableStore):
                     f"variable {asked.name!r}: aggregation MEAN needs a floating dtype, got "
                     f"{arrays.dtype_name(value)}"
                 )
-        name, synchronization, aggregation = asked.name, asked.synchronization, asked.aggregation
+        name = asked.name
+        synchronization = asked.synchronization
+        aggregation = asked.aggregation
         label = f"initial value of {name!r} ({synchronization.name}, {aggregation.name})"
         value = from_first_replica(self.communicator, value, label)
         components = [
@@ -125,7 +127,8 @@ class CopyPerNode(VariableStore):
         self, strategy: AnyStrategy, ops: CrossReplicaOps, device: str, readers: Sequence[str]
     ) -> None:
         super().__init__((device,))
-        self._strategy, self._ops = strategy, ops
+        self._strategy = strategy
+        self._ops = ops
         self._readers = () if set(readers) == {device} else tuple(readers)
 
     def create(self, asked: VariableArguments) -> Variable:

@@ -31,7 +31,9 @@ class StrategyArguments:
     cross_device_ops: CrossDeviceOps | None = None
 
     def __post_init__(self) -> None:
-        options, gradients, cross_device_ops = self.options, self.gradients, self.cross_device_ops
+        options = self.options
+        gradients = self.gradients
+        cross_device_ops = self.cross_device_ops
         for name in ("torch_distributed", "deterministic", "shared_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")

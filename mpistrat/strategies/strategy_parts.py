@@ -162,8 +162,11 @@ def input_plan(
             together are one worker.
         per_replica: whether a dataset function may be called once for each replica.
     """
-    ranks, rank = group.communicator.size, group.communicator.rank
-    total, k, first = group.num_replicas_in_sync, group.num_local_replicas, group.first_replica_id
+    ranks = group.communicator.size
+    rank = group.communicator.rank
+    total = group.num_replicas_in_sync
+    k = group.num_local_replicas
+    first = group.first_replica_id
     if ranks_are_workers:
         share = Share(ranks, rank, total, range(k), first if group.deterministic else None)
     else:

@@ -33,7 +33,8 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
         backend_options: ignored.
     Raises: RuntimeError if the default group is to have another number of ranks than MPI has.
     """
-    rank, size = options.group_rank, options.group_size
+    rank = options.group_rank
+    size = options.group_size
     ranks = list(options.global_ranks_in_group)
     native = NativeGroups(options.store, rank, size, options.timeout, options.group_id)
     here = base()
@@ -46,7 +47,8 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
     messages, give_back = None, lambda: None
     if here.pools is not None:
         pool, used = here.pools.take(rank, ranks, options.timeout)
-        communicator, messages = used.collectives, used.messages
+        communicator = used.collectives
+        messages = used.messages
         give_back = functools.partial(pool.give_back, used)
         watch = communicator.contract.watch
         if watch is not None and watch.revocable_group is not None:

@@ -37,7 +37,8 @@ class Collectives:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._rank, self._size = communicator.rank, communicator.size
+        self._rank = communicator.rank
+        self._size = communicator.size
         self._combinations: dict[Any, Combination] = {}  # for NumPy, by (operation, dtype)
         # A list of tensors is sent from one buffer, and received in another.
         self._buffers = RecycledBuffers(kept=2)

@@ -52,7 +52,8 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
     """
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
     if set(groups) == {_NO_GROUP}:
-        before, next_group.comm = next_group.comm, comm
+        before = next_group.comm
+        next_group.comm = comm
         try:
             make_default_group()
         finally:

@@ -47,7 +47,8 @@ class Messages:
 
     def __init__(self, comm: MPI.Intracomm, watch: CommunicatorWatch) -> None:
         self.timeout = 0.0
-        self._comm, self._watch = comm, watch
+        self._comm = comm
+        self._watch = watch
         self._largest_tag = comm.Get_attr(MPI.TAG_UB) or 32767
         self.unfinished: set[Message] = set()
         self._sent_less_received = 0
@@ -193,11 +194,14 @@ class Message(UnfinishedWork):
         super().__init__([tensor], failed)
         self.peer = peer
         self.what, self.called_at = what, call_site(sys._getframe(2))
-        self._messages, self._request, self._buffer = messages, request, buffer
+        self._messages = messages
+        self._request = request
+        self._buffer = buffer
         self._receives, self._status = receives, MPI.Status()
         self._lock = threading.Lock()
         # For `get_future`: the most seconds until the future ends, and the time when the future was made.
-        self._limit, self._asked_for = math.inf, 0.0
+        self._limit = math.inf
+        self._asked_for = 0.0
         if not self.test():
             messages.begun(self)
 

@@ -86,7 +86,8 @@ class Collective(NamedTuple):
         return group._end_coalescing()
 
 
-_ROOT, _OP = ("rootRank",), ("reduceOp",)
+_ROOT = ("rootRank",)
+_OP = ("reduceOp",)
 _ALL_REDUCE = Collective(Collectives.all_reduce, "allreduce", c10d.AllreduceOptions, _OP)
 _ALL_REDUCE_COALESCED = Collective(
     Collectives.all_reduce_coalesced, "allreduce_coalesced", c10d.AllreduceCoalescedOptions, _OP
@@ -145,7 +146,9 @@ class MpistratProcessGroup(dist.ProcessGroup):
         cpu_share: float = math.inf,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
-        self.communicator, self._messages, self._native = communicator, messages, native
+        self.communicator = communicator
+        self._messages = messages
+        self._native = native
         self.options = c10d.Backend.Options(NAME)
         self.options.group_name = name
         self.asked_name = asked_name() or NAME
@@ -199,7 +202,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set how long each call waits for other ranks. Zero or less leaves only the limit of the settings."""
-        seconds, before = seconds_of(timeout), self.options
+        seconds = seconds_of(timeout)
+        before = self.options
         self.options = c10d.Backend.Options(NAME, timeout)
         self.options.group_name = before.group_name
         self.options.global_ranks_in_group = before.global_ranks_in_group

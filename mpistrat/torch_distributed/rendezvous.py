@@ -76,7 +76,8 @@ class _AgentStore:
     """
 
     def __init__(self, listener: socket.socket, size: int) -> None:
-        self._listener, self._size = listener, size
+        self._listener = listener
+        self._size = size
         self._is_asked = False
         self._thread = threading.Thread(target=self._serve, name="mpistrat store", daemon=True)
         self._thread.start()

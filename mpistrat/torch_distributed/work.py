@@ -186,7 +186,9 @@ class GroupCalls:
     """
 
     def __init__(self, communicator: Communicator, name: str, cpu_share: float) -> None:
-        self._communicator, self._name, self._cpu_share = communicator, name, cpu_share
+        self._communicator = communicator
+        self._name = name
+        self._cpu_share = cpu_share
         self.coalesced: list[DoneWork] | None = None
         self.failed: list[UnfinishedWork] = []
         self._order = threading.RLock()  # orders the calls of several threads of the program

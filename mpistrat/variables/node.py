@@ -30,7 +30,8 @@ def variable_of_node(
         value: initial value, equal on all ranks.
         how: further arguments of `PlainVariable`.
     """
-    memory, why = None, ""
+    memory = None
+    why = ""
     nbytes = arrays.num_elements(value) * arrays.itemsize(value)
     if communicator.size > 1 and nbytes and not arrays.is_on_gpu(value):
         memory, why = communicator.memory.common_memory(-(-nbytes // PAGE) * PAGE)
@@ -102,7 +103,8 @@ class NodeVariable(PlainVariable):
 
     def _part_of(self, length: int) -> slice:
         """Return the slice of `length` elements or rows that this rank computes; it may be empty."""
-        rank, size = self._communicator.rank, self._communicator.size
+        rank = self._communicator.rank
+        size = self._communicator.size
         return slice(length * rank // size, length * (rank + 1) // size)
 
 

@@ -92,7 +92,8 @@ class MinSizePartitioner(_SizePartitioner):
         bytes_per_string: int = _BYTES_PER_STRING,
     ) -> None:
         super().__init__(bytes_per_string, min_shard_bytes=min_shard_bytes, max_shards=max_shards)
-        self._min_shard_bytes, self._max_shards = min_shard_bytes, max_shards
+        self._min_shard_bytes = min_shard_bytes
+        self._max_shards = max_shards
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)
@@ -124,7 +125,8 @@ class MaxSizePartitioner(_SizePartitioner):
         super().__init__(
             bytes_per_string, max_shard_bytes=max_shard_bytes, max_shards=max_shards or 1
         )
-        self._max_shard_bytes, self._max_shards = max_shard_bytes, max_shards
+        self._max_shard_bytes = max_shard_bytes
+        self._max_shards = max_shards
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)

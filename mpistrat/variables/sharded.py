@@ -65,7 +65,8 @@ class ShardedVariable(Variable):
         self._division = Division(name, [variable.shape[0] for variable in variables])
         self.offsets = self._division.offsets
         self.trainable = first.trainable
-        self.synchronization, self.aggregation = first.synchronization, first.aggregation
+        self.synchronization = first.synchronization
+        self.aggregation = first.aggregation
         self.strategy = getattr(first, "strategy", None)
 
     @property
@@ -176,7 +177,8 @@ class Division:
     """
 
     def __init__(self, name: str, sizes: list[int]) -> None:
-        self._name, self._sizes = name, sizes
+        self._name = name
+        self._sizes = sizes
         self.ends: list[int] = np.cumsum(sizes).tolist()
         self.offsets = [0, *self.ends[:-1]]
 

@@ -447,7 +447,8 @@ class SyncOnReadVariable(DistributedVariable):
         """
         self._update_all("assign", state)
         if self.aggregation is VariableAggregation.SUM:
-            n, first = self.strategy.num_replicas_in_sync, self.strategy.extended.first_replica_id
+            n = self.strategy.num_replicas_in_sync
+            first = self.strategy.extended.first_replica_id
             for replica, copy in enumerate(self._values, first):
                 total = copy.read_value()
                 part = total // n + (total % n > replica) if arrays.is_integer(total) else total / n

@@ -27,9 +27,12 @@ class CoreValues:
         count: int,
         inside: Callable[[], bool],
     ) -> None:
-        self._layouts, self._num_all_devices = runtime.layouts, runtime.num_all_devices
+        self._layouts = runtime.layouts
+        self._num_all_devices = runtime.num_all_devices
         self._device = runtime.device(0)
-        self._groups, self._count, self._inside = groups, count, inside
+        self._groups = groups
+        self._count = count
+        self._inside = inside
         self._numbers: Any = None
 
     def scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -103,7 +103,8 @@ class LogicalDevices:
 class _LaidOut(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, runtime: Runtime, sharding: Any) -> Any:
-        context.runtime, context.sharding = runtime, sharding
+        context.runtime = runtime
+        context.sharding = sharding
         return runtime.layouts.spread_copy(tensor, sharding)
 
     @staticmethod

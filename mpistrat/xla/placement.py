@@ -38,7 +38,8 @@ def replicas_of_rank(
             f"ask for a multiple of {topology.num_tasks}, or start fewer ranks"
         )
     # XLA runs a program on one core of the rank or on all of them.
-    several, cores = counts[0], assignment.num_cores_per_replica
+    several = counts[0]
+    cores = assignment.num_cores_per_replica
     used = several * cores
     if several > 1 and cores > 1:
         raise ValueError(

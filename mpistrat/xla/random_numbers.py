@@ -126,7 +126,8 @@ class OwnRandomNumbers(TorchDispatchMode):
 
     def __init__(self, count: int, deal_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._count, self._deal_out = count, deal_out
+        self._count = count
+        self._deal_out = deal_out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -32,7 +32,8 @@ class RecordedSteps:
         group: ReplicaGroup,
         step: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._runtime, self._step = runtime, step
+        self._runtime = runtime
+        self._step = step
         self._rank, self._device = group.communicator.rank, group.worker_devices[0]
         self._first_replica_id = group.first_replica_id
         self.compilations = Compilations(self._rank)

@@ -168,7 +168,8 @@ class _Seen(TorchFunctionMode):
         own_numbers: OwnRandomNumbers,
     ) -> None:
         super().__init__()
-        self._take_in, self._random_state = take_in, random_state
+        self._take_in = take_in
+        self._random_state = random_state
         self._own_numbers = own_numbers
         self._references: dict[int, TensorWeakRef] = {}
         self.cuts = 0  # how often something was computed in the middle of the step
@@ -189,7 +190,8 @@ class _Seen(TorchFunctionMode):
             with self._own_numbers:
                 result = func(*args, **kwargs)
         else:
-            before, cuts = self._random_state(), self.cuts
+            before = self._random_state()
+            cuts = self.cuts
             result = func(*args, **kwargs)
             if self._random_state() != before and self.cuts == cuts:  # a cut also changes the state
                 raise NotImplementedError(NOT_DRAWING.format(func=func))

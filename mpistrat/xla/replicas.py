@@ -74,7 +74,8 @@ class RecordedReplicas(Replicas):
         self.steps.set_random_state(state)
 
     def explain(self) -> str:
-        text, why = self.steps.compilations.explain(), self._why_through_the_host
+        text = self.steps.compilations.explain()
+        why = self._why_through_the_host
         return (
             f"XLA devices: through host memory and MPI, for {why}\n{text}".rstrip() if why else text
         )
@@ -203,7 +204,9 @@ class _ContextOnCores(ReplicaContext):
         self, strategy: AnyStrategy, first: int, cores: ReplicaCores, spread: Callable[[Any], Any]
     ) -> None:
         super().__init__(strategy, None)
-        self._first, self._cores, self._spread = first, cores, spread
+        self._first = first
+        self._cores = cores
+        self._spread = spread
 
     def __str__(self) -> str:
         return f"the replicas from {self._first} on"

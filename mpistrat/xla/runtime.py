@@ -23,7 +23,8 @@ class Graphs:
     """Records operations as graphs, and starts the graphs."""
 
     def __init__(self, torch_xla: Any) -> None:
-        self._torch_xla, self._native = torch_xla, torch_xla._XLAC
+        self._torch_xla = torch_xla
+        self._native = torch_xla._XLAC
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -97,7 +98,8 @@ class Layouts:
     """Sets how tensors lie on the devices of one program, with GSPMD (Xu et al., arxiv.org/abs/2105.04663)."""
 
     def __init__(self, native: Any, runtime: Runtime) -> None:
-        self._native, self._runtime = native, runtime
+        self._native = native
+        self._runtime = runtime
         self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
 
     def sharding(self, mesh_shape: Sequence[int], split: Sequence[int | None]) -> Any:
@@ -205,7 +207,8 @@ class Runtime:
             import torch_xla.runtime as torch_xla_runtime
         except (ImportError, OSError) as error:
             raise ImportError(f"torch_xla cannot be loaded ({error}); {INSTALL}") from error
-        self._torch_xla, self._xla_model = torch_xla, xla_model
+        self._torch_xla = torch_xla
+        self._xla_model = xla_model
         self._runtime = torch_xla_runtime
         self._native: Any = torch_xla._XLAC
         self.was_in_use = bool(self._native._xla_runtime_is_initialized())

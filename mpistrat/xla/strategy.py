@@ -68,7 +68,8 @@ class TPUStrategy(Strategy):
         check: str = "always",
     ) -> None:
         asked = StrategyArguments(communication_options, gradients, check)
-        resolver, assignment = tpu_cluster_resolver, experimental_device_assignment
+        resolver = tpu_cluster_resolver
+        assignment = experimental_device_assignment
         if not isinstance(resolver, TPUClusterResolver | None):
             raise ValueError(
                 f"tpu_cluster_resolver must be a TPUClusterResolver, got {resolver!r:.60}"

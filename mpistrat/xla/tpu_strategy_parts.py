@@ -40,7 +40,8 @@ def on_xla(
         system: the XLA devices of all ranks.
         cores_per_replica: number of logical devices (cores) of each replica.
     """
-    communicator, runtime = group.communicator, system.runtime
+    communicator = group.communicator
+    runtime = system.runtime
     why_through_the_host = ""
     if communicator.size > 1 and not communicator.takes_device_buffers:
         from mpistrat.xla.transport import use_xla  # needs MPI, and a single rank may lack it

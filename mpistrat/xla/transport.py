@@ -45,14 +45,18 @@ class XlaTransport(Transport):
     takes_device_buffers = True
 
     def __init__(self, host: Communicator, runtime: Runtime) -> None:
-        self._host, self._runtime = host, runtime
-        self.rank, self.size = host.rank, host.size
+        self._host = host
+        self._runtime = runtime
+        self.rank = host.rank
+        self.size = host.size
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
         return self if is_on_xla(operands.buffer) and operands.tree is None else None
 
     def all_reduce(self, operands: Operands) -> None:
-        buffer, reduction, target = operands.buffer, operands.reduction, operands.target
+        buffer = operands.buffer
+        reduction = operands.reduction
+        target = operands.target
         if reduction.compressor is not None:
             host = to_host(buffer)
             self._host.all_reduce(host, reduction)
@@ -68,7 +72,8 @@ class XlaTransport(Transport):
             operands.buffer.copy_(total)
 
     def reduce_scatter(self, operands: Operands) -> None:
-        total, out = self._sum(operands.buffer, operands.reduction), operands.target
+        total = self._sum(operands.buffer, operands.reduction)
+        out = operands.target
         length = math.prod(out.shape[:1])  # a number has one row
         out.copy_(total[self.rank * length : (self.rank + 1) * length].reshape(out.shape))
 

@@ -28,7 +28,8 @@ class XlaExtended(StrategyExtended):
         logical_devices: LogicalDevices,
     ) -> None:
         super().__init__(strategy, parts)
-        self.compilations, self.logical_devices = compilations, logical_devices
+        self.compilations = compilations
+        self.logical_devices = logical_devices
 
     def check_destination(self, destinations: Any) -> None:
         """Accept every destination, because each rank reduces to its own devices."""

@@ -150,7 +150,9 @@ def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
     Raises: TopologyError if TF_CONFIG makes this rank a parameter server, or one of several ranks an evaluator.
     """
     resolver = TFConfigClusterResolver()
-    spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    spec = resolver.cluster_spec()
+    job = resolver.task_type
+    index = resolver.task_id
     if job == "ps" or (job == "evaluator" and topology.size > 1):
         trainers = task_count(spec, "chief") + task_count(spec, "worker")
         raise TopologyError(
@@ -174,9 +176,11 @@ def _compare(found: ClusterResolver, topology: Topology, *, of_tf_config: bool) 
     claimed = found.topology()
     if (claimed.rank, claimed.size) == (topology.rank, topology.size):
         return
-    source, ignoring = type(found).__name__, ""
+    source = type(found).__name__
+    ignoring = ""
     if of_tf_config:
-        source, ignoring = f"{TF_CONFIG} ({found.cluster_spec().as_dict()!r:.200})", "unset it, or "
+        source = f"{TF_CONFIG} ({found.cluster_spec().as_dict()!r:.200})"
+        ignoring = "unset it, or "
     raise TopologyError(
         f"{source} says this is rank {claimed.rank} of {claimed.size}, MPI says rank {topology.rank} of "
         f"{topology.size}; start one process per task, with MPI's launcher, or {ignoring}{_BY_MPI_ALONE}"

@@ -68,7 +68,9 @@ class _Found:
     def __init__(
         self, source: str, names: Mapping[str, Sequence[str]], read: Callable[[str], str | None]
     ):
-        self._source, self._names, self._read = source, names, read
+        self._source = source
+        self._names = names
+        self._read = read
 
     def get(self, what: str) -> str:
         """Return the text of a fact, such as "worker id"; '' if the source does not have the fact."""

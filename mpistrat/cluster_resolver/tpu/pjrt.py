@@ -165,7 +165,8 @@ def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
 
 def _ranks_per_host(topology: Topology, tpu: TPUSlice) -> int:
     counts = [len(topology.ranks_on_node(node)) for node in range(topology.num_nodes)]
-    hosts, units = tpu.num_hosts, tpu.units_per_host
+    hosts = tpu.num_hosts
+    units = tpu.units_per_host
     fix = f"start {hosts} ranks, one per host"
     if units > 1:
         fix += f", or {hosts * units}, one per {'chip' if units == tpu.chips_per_host else 'half of a chip'}"

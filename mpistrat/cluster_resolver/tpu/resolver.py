@@ -129,7 +129,8 @@ class TPUClusterResolver(ClusterResolver):
         if self._local:
             return ""
         if None in (task_type, task_id):
-            task_type, task_id = self.task_type, self.task_id
+            task_type = self.task_type
+            task_id = self.task_id
         return super().master(task_type or "worker", task_id or 0, _GRPC)
 
     def get_master(self) -> str:

@@ -12,7 +12,8 @@ from mpistrat.liveness.records.record import text_of
 
 # The bits of a stamp: a hash of the call, and above it a hash of the line of the program that makes the call. The other
 # bits of a 64-bit word hold the call's number.
-DIGEST_BITS, LINE_BITS = 40, 16
+DIGEST_BITS = 40
+LINE_BITS = 16
 # A signature keeps the texts of this many lines that make the call; at more lines it forgets all and makes them again.
 _MOST_SITES = 256
 
@@ -88,7 +89,8 @@ def mismatch(calls: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveM
         rank: this rank's number.
     """
     lines = []
-    start, raised = 0, ""
+    start = 0
+    raised = ""
     for (words, site), same in itertools.groupby(calls):
         end = start + len(list(same))
         ranks = f"rank {start}" if end == start + 1 else f"ranks {start}-{end - 1}"

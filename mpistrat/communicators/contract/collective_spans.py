@@ -27,7 +27,9 @@ class CollectiveSpans:
     """
 
     def __init__(self, timeline: Timeline, name: str, size: int) -> None:
-        self._timeline, self._name, self._size = timeline, name, size
+        self._timeline = timeline
+        self._name = name
+        self._size = size
         self._kind = functools.lru_cache(_DISTINCT_CALLS)(self._new_kind)
         self._shown: Any = None
         self._call: tuple[CallSignature, str, str, int] | None = None
@@ -46,9 +48,11 @@ class CollectiveSpans:
 
     def end(self, number: int) -> None:
         """Add the event: this rank leaves the communicator's `number`-th collective."""
-        shown, self._shown = self._shown, None
+        shown = self._shown
+        self._shown = None
         profiler.end(shown)
-        call, self._call = self._call, None
+        call = self._call
+        self._call = None
         if call is not None:
             kind, left = self._kind(*call), self._timeline.now()
             self._timeline.add_collective(kind, self._entered, self._together, left, number)

@@ -59,7 +59,8 @@ class Contract(Unchecked):
         check: str = "always",
         timeline: Timeline | None = None,
     ) -> None:
-        self.rank, self.size = mpi.rank, mpi.size
+        self.rank = mpi.rank
+        self.size = mpi.size
         self.name = name
         self.watch = watch or CommunicatorWatch()
         self.check = check
@@ -201,7 +202,8 @@ class Contract(Unchecked):
         """Do nothing: `enter` has entered the call, and this context lasts until the call ends."""
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        signature, self.waiting_in = self.waiting_in, None
+        signature = self.waiting_in
+        self.waiting_in = None
         if self._spans is not None:
             self._spans.end(self.calls)
         self._record.words[self._record_slot + SINCE] = 0

@@ -15,7 +15,8 @@ from itertools import zip_longest
 import numpy as np
 
 # At least ENOUGH jobs measure. Up to MOST measure, as long as the newest was clearly faster than the jobs before it.
-ENOUGH, MOST = 3, 5
+ENOUGH = 3
+MOST = 5
 CLEARLY_FASTER = 0.9
 # Two distances (times of copies between cores) are near if neither is more than this many times the other. Between
 # cores without a common cache a copy takes three times as long; if other threads use a core, too, up to 1.4 times as

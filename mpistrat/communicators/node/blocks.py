@@ -28,7 +28,8 @@ _WIDTH = 1 << 18
 _STEP = 1 << 19
 
 # The indices of 8-byte words in a segment's first page: the rank's number of meetings, and its number for `exchange`.
-_TICK, _PLACE = 0, 8
+_TICK = 0
+_PLACE = 8
 
 
 class Blocks(Exchange):
@@ -103,7 +104,9 @@ class Blocks(Exchange):
             operands: the result goes to `out`, or to `buffer` if `out` is None.
             takers: the ranks that get the result; empty: all ranks.
         """
-        buffer, out, scale = operands.buffer, operands.out, operands.reduction.scale
+        buffer = operands.buffer
+        out = operands.out
+        scale = operands.reduction.scale
         how = how_to_combine(buffer.dtype, operands.reduction.op, operands.tree)
         source = how.flat(buffer)
         target = source if out is None else how.flat(out)
@@ -186,7 +189,8 @@ class Blocks(Exchange):
             slot[peer * width : peer * width + len(part)] = part
 
     def broadcast(self, operands: Operands) -> None:
-        memory, root = bytes_of(operands.buffer), operands.root
+        memory = bytes_of(operands.buffer)
+        root = operands.root
         with self.unbroken:
             for start in range(0, len(memory), _STEP):
                 slot = self._slots[self._ticks % _SLOTS][root]

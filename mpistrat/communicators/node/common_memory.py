@@ -124,7 +124,8 @@ class CommonMemory:
         self.first, self.end = bounds
         self.shared = shared_memory.mapped(descriptor, nbytes, counted=self.end - self.first)
         self.contributions = contributions
-        self._blocks, self._across = blocks, across
+        self._blocks = blocks
+        self._across = across
         self.contribution = contributions[blocks.rank] if contributions else None
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False

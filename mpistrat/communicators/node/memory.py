@@ -87,7 +87,8 @@ class CheckedMemory(NodeMemory):
     def __init__(
         self, memory: NodeMemory, enter: Callable[..., contextlib.AbstractContextManager[None]]
     ) -> None:
-        self._memory, self._enter = memory, enter
+        self._memory = memory
+        self._enter = enter
 
     @property
     def window_capacity(self) -> int:  # type: ignore[override]

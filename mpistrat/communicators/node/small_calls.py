@@ -78,7 +78,8 @@ class SmallAllReduce(SmallCall):
         self._pieces = even, odd
 
     def payload(self, operands: Operands) -> Any:
-        buffer, out = operands.buffer, operands.out
+        buffer = operands.buffer
+        out = operands.out
         if out is not None and out.__class__ is not np.ndarray:
             operands.out = self._how.elements(out)
         return buffer if buffer.__class__ is np.ndarray else self._how.elements(buffer)
@@ -138,7 +139,8 @@ class _NodeSlot:
 
     def __init__(self, numbers: Sequence[int], place: memoryview, memory: np.ndarray) -> None:
         self._numbers = memoryview(array.array("q", numbers))
-        self._place, self._bytes = place, memory
+        self._place = place
+        self._bytes = memory
 
     def __setitem__(self, _: object, payload: np.ndarray) -> None:
         self._place[:] = self._numbers
@@ -191,7 +193,8 @@ class SmallAllToAll(_Sized):
 
     def __init__(self, slots: SharedSlots, operands: Operands) -> None:
         super().__init__(slots, operands, operands.own_starts)
-        self._rank, self._row = slots.rank, operands.row_bytes
+        self._rank = slots.rank
+        self._row = operands.row_bytes
 
     def payload(self, operands: Operands) -> np.ndarray:
         operands.out = bytes_of(operands.target)

@@ -156,7 +156,8 @@ def scale(buffer: Array, factor: float | None) -> None:
 
 class _NumPy(Arithmetic):
     def __init__(self, dtype: np.dtype[Any], op: str) -> None:
-        self._dtype, self.itemsize = dtype, dtype.itemsize
+        self._dtype = dtype
+        self.itemsize = dtype.itemsize
         self._combine = _UFUNCS[op]
 
     def view(self, memory: np.ndarray) -> np.ndarray:
@@ -169,7 +170,8 @@ class _NumPy(Arithmetic):
         return np.empty(elements, self._dtype)
 
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
-        combine, quietly = self._combine, _quiet.call
+        combine = self._combine
+        quietly = _quiet.call
         if len(pieces) == 2:
             quietly(combine, pieces[0], pieces[1], out=out)
         elif len(pieces) == 1:

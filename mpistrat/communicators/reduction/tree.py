@@ -107,7 +107,8 @@ class TreeSum(Arithmetic):
     """
 
     def __init__(self, pairwise: Arithmetic, tree: ReductionTree) -> None:
-        self._pairwise, self._tree = pairwise, tree
+        self._pairwise = pairwise
+        self._tree = tree
         self.itemsize = pairwise.itemsize
 
     def view(self, memory: np.ndarray) -> Any:
@@ -133,7 +134,8 @@ class TreeSum(Arithmetic):
 
         An array of `outs` may be one of `values`, so it is written only by the last addition to its sum.
         """
-        tree, combine = self._tree, self._pairwise.combine
+        tree = self._tree
+        combine = self._pairwise.combine
         out_of = dict(zip(tree.left, outs, strict=True))
         last = {to: i for i, (to, _) in enumerate(tree.additions)}
         copied: set[int] = set()  # positions of values that are in this function's memory by now

@@ -23,10 +23,12 @@ class CompressedTransport(Transport):
     """
 
     def __init__(self, messages: Communicator, smallest: int = 0) -> None:
-        self._messages, self._smallest = messages, smallest
+        self._messages = messages
+        self._smallest = smallest
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
-        buffer, reduction = operands.buffer, operands.reduction
+        buffer = operands.buffer
+        reduction = operands.reduction
         is_sum = (call, reduction.op, operands.tree) == ("all_reduce", "sum", None)
         if reduction.compressor is None or not is_sum or buffer.nbytes < self._smallest:
             return None

@@ -32,7 +32,8 @@ from mpistrat.communicators.transports.window import MEMORY, MPI, WindowTranspor
 SMALLEST = 1 << 16
 _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
 # Names of routes (ways to move bytes). BY_NODE is MEMORY, within each node, followed by BETWEEN.
-BY_NODE, BETWEEN = "by node", "slices between nodes"
+BY_NODE = "by node"
+BETWEEN = "slices between nodes"
 
 
 class HierarchicalTransport(Transport, NodeMemory):
@@ -61,9 +62,13 @@ class HierarchicalTransport(Transport, NodeMemory):
         across: Communicator | None,
         senders: int,
     ) -> None:
-        self.mpi, self.node = mpi, node
-        self.rank, self.size = mpi.rank, mpi.size
-        self.pipelined, self.across, self.senders = pipelined, across, senders
+        self.mpi = mpi
+        self.node = node
+        self.rank = mpi.rank
+        self.size = mpi.size
+        self.pipelined = pipelined
+        self.across = across
+        self.senders = senders
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._shared: bool | None = None
@@ -75,7 +80,9 @@ class HierarchicalTransport(Transport, NodeMemory):
         self._nodes, self._places = zip(*of_ranks, strict=True)
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
-        buffer, op, tree = operands.buffer, operands.reduction.op, operands.tree
+        buffer = operands.buffer
+        op = operands.reduction.op
+        tree = operands.tree
         if buffer.nbytes < SMALLEST or call not in _CALLS:
             return None
         is_sliced = are_sliced(call, op, buffer.dtype, tree)
@@ -145,7 +152,9 @@ class HierarchicalTransport(Transport, NodeMemory):
         """
         blocks: Any = self.node.shared_blocks()  # `choose` has seen them
         window = self.node.window
-        buffer, reduction, tree = operands.buffer, operands.reduction, operands.tree
+        buffer = operands.buffer
+        reduction = operands.reduction
+        tree = operands.tree
         within, between = (None, None) if tree is None else self._parts_of(tree)
         how = how_to_combine(buffer.dtype, reduction.op, within)
         source, target = bytes_of(buffer), bytes_of(operands.target)

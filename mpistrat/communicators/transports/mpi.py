@@ -51,7 +51,9 @@ class MpiTransport(Transport):
         return self
 
     def all_reduce(self, operands: Operands) -> None:
-        buffer, reduction, out = operands.buffer, operands.reduction, operands.out
+        buffer = operands.buffer
+        reduction = operands.reduction
+        out = operands.out
         if operands.tree is not None:
             _all_reduce_by_tree(self.comm, buffer, operands.tree, reduction.scale)
             return
@@ -127,7 +129,8 @@ class MpiTransport(Transport):
         return parts
 
     def all_gather_into(self, operands: Operands) -> None:
-        buffer, out = operands.buffer, operands.target
+        buffer = operands.buffer
+        out = operands.target
         parts_with_own(buffer, out, self.rank, self.size)
         with _elements_of(itemsize(buffer)) as element:
             self.comm.Allgather(MPI.IN_PLACE, [bytes_of(out), num_elements(buffer), element])

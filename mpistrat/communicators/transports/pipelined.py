@@ -38,7 +38,8 @@ _MOST_RANKS = 16
 _ON_THEIR_WAY = 4
 # Pieces are taken even if they need up to this many times as long as MPI, because they leave the core to the program.
 _CLEARLY = 1.1
-IN_PIECES, MPI_ALONE = "in pieces, asleep meanwhile", "MPI"
+IN_PIECES = "in pieces, asleep meanwhile"
+MPI_ALONE = "MPI"
 _TAG = 2
 
 _Requests = Sequence[MPI.Request]
@@ -61,8 +62,10 @@ class PipelinedTransport(Transport):
     left: ClassVar[list[MPI.Request]] = []
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
-        self._mpi, self._watch = mpi, watch
-        self.rank, self.size = mpi.rank, mpi.size
+        self._mpi = mpi
+        self._watch = watch
+        self.rank = mpi.rank
+        self.size = mpi.size
         # If this rank left a sum, the other ranks would take its messages of the next sum for messages of the first.
         self._unbroken = Unbroken("combine large values with other nodes", "a sum")
         self.costs = NOT_MEASURED

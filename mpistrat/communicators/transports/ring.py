@@ -41,7 +41,8 @@ class RingTransport(Transport):
 
     def __init__(self, mpi: MpiTransport) -> None:
         self._mpi = mpi
-        self.rank, self.size = mpi.rank, mpi.size
+        self.rank = mpi.rank
+        self.size = mpi.size
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
         if call in ("all_gather", "all_gather_into"):

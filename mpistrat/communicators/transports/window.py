@@ -61,8 +61,10 @@ class WindowTransport(Transport, NodeMemory):
         self, mpi: MpiTransport, watch: CommunicatorWatch, limit: float = math.inf
     ) -> None:
         self.mpi = mpi
-        self.rank, self.size = mpi.rank, mpi.size
-        self._watch, self._limit = watch, limit
+        self.rank = mpi.rank
+        self.size = mpi.size
+        self._watch = watch
+        self._limit = limit
         self.why_not = ""
         self.costs = measurement.NOT_MEASURED
         self.borders: Sequence[float] = ()
@@ -162,7 +164,8 @@ class WindowTransport(Transport, NodeMemory):
         """Measure `costs`, and compute `borders` from them. Collective."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
-        sizes, written = measurement.SIZES_ON_NODE, measurement.written
+        sizes = measurement.SIZES_ON_NODE
+        written = measurement.written
         largest = sizes[-1] // 4
         both = functools.cache(lambda: [written(largest), written(largest)])  # made if needed
 
@@ -196,7 +199,9 @@ class WindowTransport(Transport, NodeMemory):
     def choose(self, call: str, operands: Operands) -> Exchange | None:
         if call in ("all_gather", "all_to_all"):
             return self  # the ranks compare the sizes of their parts first
-        buffer, op, nbytes = operands.buffer, operands.reduction.op, operands.buffer.nbytes
+        buffer = operands.buffer
+        op = operands.reduction.op
+        nbytes = operands.buffer.nbytes
         if nbytes < SMALLEST or not are_sliced(call, op, buffer.dtype, operands.tree):
             return None
         blocks = self._blocks or self.shared_blocks()

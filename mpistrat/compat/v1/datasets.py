@@ -36,7 +36,8 @@ class BatchesOfWorker:
     """
 
     def __init__(self, batches: Iterable[Any], share: Share) -> None:
-        self._batches, self._share = safe_dataset(batches), share
+        self._batches = safe_dataset(batches)
+        self._share = share
 
     def __iter__(self) -> Iterator[Any]:
         n, pieces = self._share.num_replicas, {*self._share.pieces}

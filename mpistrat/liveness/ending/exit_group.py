@@ -47,7 +47,8 @@ class ExitGroup:
         self._revocable_group = revocable_group_of(comm)
         self._members = comm.Get_group()
         self._comm = comm.Dup()
-        self._who, self._losses = who, losses
+        self._who = who
+        self._losses = losses
         self.watched: list[WatchedCalls] = []
         # By communicator name, the number of the last reported call.
         self._reported: dict[str, int] = {}
@@ -84,7 +85,8 @@ class ExitGroup:
         now = time.monotonic_ns()
         stuck = False
         for calls in self.calls():
-            call, collective = calls.calls, calls.waiting_in
+            call = calls.calls
+            collective = calls.waiting_in
             # Read last: each call sets it anew.
             since = calls.watch.record.words[calls.watch.slot + SINCE]
             if collective is None or not since or now - since < deadlines.RANK_IS_STUCK * 1e9:

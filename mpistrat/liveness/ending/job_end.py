@@ -236,7 +236,8 @@ class JobEnd:
         most as long as a collective may last.
         """
         record = self.records.record
-        record.end, record.state = end.how, LEAVING
+        record.end = end.how
+        record.state = LEAVING
         waiting = self._whole_groups()
         with self.losses.tolerated():
             for group in waiting:

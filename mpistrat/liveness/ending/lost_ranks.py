@@ -31,7 +31,8 @@ class LostRanks:
         Called by: a strategy with parameter servers, once.
         Args: has_lost: returns whether a rank has died; it may know before MPI does. Any thread may call it.
         """
-        self._goes_on, self._has_lost = True, has_lost
+        self._goes_on = True
+        self._has_lost = has_lost
 
     def has_lost(self, comm: MPI.Intracomm) -> bool:
         """Whether a rank of `comm` has failed and the others go on; always False if a rank's death ends the job.

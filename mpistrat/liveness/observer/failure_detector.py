@@ -93,7 +93,8 @@ class ObservedRank:
         without a communicator that a script has started, the script counts: True if the script still lives, or is not
         known to have failed.
         """
-        state, status = self.record.state, self.status
+        state = self.record.state
+        status = self.status
         if self.script and not self.record.slots():
             return self.replaceable or not processes.exit_status(self.script, self.script_file)
         if state == LEFT:  # the rank may still be killed, as in MPI_Finalize
@@ -409,7 +410,8 @@ class FailureDetector:
             self._when_one_ends(rank)
 
     def _dies(self, rank: ObservedRank, status: int | None) -> None:
-        rank.dead, rank.status = True, status
+        rank.dead = True
+        rank.status = status
         if self._by_number[rank.number] is rank:
             self.deaths.append(rank)
             self.first_died = self.first_died or time.monotonic()

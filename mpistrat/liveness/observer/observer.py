@@ -211,7 +211,8 @@ class Observer:
             return
         if detector.others_may_go_on() and all(rank.record.expendable for rank in unexplained):
             for rank in unexplained:  # the surviving ranks print how many they are
-                rank.lost, detector.first_died = True, 0.0
+                rank.lost = True
+                detector.first_died = 0.0
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
         elif not detector.exited_together(unexplained):

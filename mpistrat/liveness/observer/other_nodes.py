@@ -80,7 +80,9 @@ class OtherNodes:
     def __init__(
         self, comm: MPI.Intracomm, record: RankRecord, send: Callable[[Message, int], None]
     ) -> None:
-        self._rank, self._record, self._send = comm.rank, record, send
+        self._rank = comm.rank
+        self._record = record
+        self._send = send
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self._node: int = node.bcast(comm.rank)  # its first rank
         node.Free()
@@ -166,11 +168,13 @@ class OtherNodes:
             return
         has_waited = now - self._asked_at > deadlines.NODE_WAITS_FOR_OTHER_NODES
         if not self._asked_at:
-            self._asked_at, self._has_asked = now, True
+            self._asked_at = now
+            self._has_asked = True
             self._accounts.clear()
             self._send_all(Ask(self._rank), RANKS_TO_ASK)
         elif has_waited or len(self._accounts) == len(self._others):
-            record.ask, self._asked_at = 0, 0.0
+            record.ask = 0
+            self._asked_at = 0.0
             leave_accounts(record.folder, [self._accounts[node] for node in sorted(self._accounts)])
 
     def _send_all(self, message: Message, most: int | None = None) -> None:

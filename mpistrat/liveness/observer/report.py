@@ -36,7 +36,9 @@ def stall_report(
         missing_elsewhere: missing ranks on other nodes, as numbers in the job.
         lines_of_others: the lines of the other nodes' accounts; empty if they have not answered.
     """
-    group, elsewhere, suspects = wait.slot.group, wait.elsewhere, wait.suspects
+    group = wait.slot.group
+    elsewhere = wait.elsewhere
+    suspects = wait.suspects
     allowed, more = _limit_of(wait)
     if elsewhere and not lines_of_others:
         lines_of_others = [f"  {elsewhere} of its {wait.slot.size} ranks are on other nodes."]

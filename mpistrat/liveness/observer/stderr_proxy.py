@@ -35,7 +35,8 @@ class StderrProxy:
         Returns: whether a stderr is open now.
         """
         for pid in pids if self._file is None else ():
-            self._file, self.owner = _stderr_of(pid), pid
+            self._file = _stderr_of(pid)
+            self.owner = pid
             if self._file is not None:
                 break
         return self._file is not None

@@ -24,7 +24,9 @@ from mpistrat.liveness.records.job_folder import lock
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
 
-_FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
+_FAILED = "failed"
+_SAID = "said"
+_SUMMED_UP = "summed-up"
 # Stands for an error that this rank raises because of another rank's error: any printed error explains it.
 OF_ANOTHER_RANK = "-"
 # "on rank 3", "PMI_RANK=3"
@@ -72,7 +74,9 @@ class FailureLog:
 
     def __init__(self, folder: str, rank: int, size: int, nodes: Nodes | None = None) -> None:
         self._path = os.path.join(folder, "failures")
-        self._rank, self._size, self._nodes = rank, size, nodes
+        self._rank = rank
+        self._size = size
+        self._nodes = nodes
         follows = nodes is not None and not nodes.is_first_node
         self._patience = deadlines.RANK_WAITS_FOR_FIRST_NODE_TO_PRINT if follows else 0.0
         self._pause = deadlines.RANK_WAITS_FOR_NEXT_FAILURE + self._patience
@@ -122,7 +126,8 @@ class FailureLog:
                 return ""
             self._note(file, _SUMMED_UP, "-")
         said = {entry.error: entry.rank for entry in self._entries(_SAID)}
-        failed, lines = self._entries(_FAILED), []
+        failed = self._entries(_FAILED)
+        lines = []
         for error, first in said.items():
             ranks = {entry.rank for entry in failed if _are_alike(entry.error, error)}
             if len(ranks) > 1:
@@ -162,7 +167,8 @@ class FailureLog:
         return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 
     def _note(self, file: Any, kind: str, error: str) -> None:
-        failure, nodes = NotedFailure(kind, self._rank, error), self._nodes
+        failure = NotedFailure(kind, self._rank, error)
+        nodes = self._nodes
         _write(file, failure)
         if nodes is not None:
             tell = functools.partial(nodes.tell_failure, failure)

@@ -58,10 +58,12 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
 # not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
 # EXITS. The rank sets ANNOUNCED; the observer then sets SEEN.
-ANNOUNCED, SEEN = 1, 2
+ANNOUNCED = 1
+SEEN = 2
 # The values of ON_STALL, and of ABORT after a report (0 before). END: the job ends because of a stall, a death or an
 # absent rank. RAISE: the ranks raise StallError.
-END, RAISE = 1, 2
+END = 1
+RAISE = 2
 # Words of a slot: a word that stands for the rank's last call (see `agreement`), the call's number, when the rank
 # entered it (0: it has returned), the communicator's size, the hash of the communicator's name, the number in the job
 # of its rank 0, the number of the call's entry in the ring, and the ns after which the rank itself raises an error
@@ -69,8 +71,12 @@ END, RAISE = 1, 2
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY, TIMEOUT = range(8)
 
 WAITED, _WAITED_SECOND = 3072 // 8, 3584 // 8
-_FIRST_SLOT, _SLOT_WORDS, MAX_SLOTS = 4096 // 8, 8, 256
-_FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_SLOTS, 256, 64
+_FIRST_SLOT = 4096 // 8
+_SLOT_WORDS = 8
+MAX_SLOTS = 256
+_FIRST_ENTRY = 4096 + 64 * MAX_SLOTS
+_ENTRY_BYTES = 256
+RING = 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
 
 # Number, entered, waited, slot, bytes of the call, bytes of its site; then the text, filled up with zeros.
@@ -100,7 +106,8 @@ class _HeaderText:
     """
 
     def __init__(self, first: int, size: int) -> None:
-        self._first, self._size = first, size
+        self._first = first
+        self._size = size
 
     def __get__(self, record: RankRecord, owner: type[RankRecord] | None = None) -> str:
         written = record.map[self._first : self._first + self._size]
@@ -177,7 +184,9 @@ class RankRecord:
             limit_is_set: whether the user has set MPISTRAT_STALL_SECONDS.
         Called by: the rank at its start, and again when it makes its first communicator.
         """
-        self.pid, self.rank, self.size = os.getpid(), rank, size
+        self.pid = os.getpid()
+        self.rank = rank
+        self.size = size
         self.began = began_at(self.pid)
         self.words[LIMIT], self.on_stall = int(limit * 1e9), on_stall
         self.limit_is_set = int(limit_is_set)

@@ -90,7 +90,8 @@ class CommunicatorWatch:
 
         Entered around: a barrier with a timeout, and the wait for the first rank of `first_rank_first`.
         """
-        before, self.timeout = self.timeout, seconds
+        before = self.timeout
+        self.timeout = seconds
         try:
             yield
         finally:

@@ -123,7 +123,8 @@ class Client:
                 continue
             # The server copies the array between two updates, if possible into memory of this process.
             holder = self.routes.holder_of(address.server)
-            region, target = None, None
+            region = None
+            target = None
             if table is not None and self._memory.buffers_for(holder):
                 region = self._memory.buffers.take(spec.nbytes)
                 target = messages.SharedTensor(region.part(0, spec.nbytes).handle, spec)
@@ -245,7 +246,8 @@ class MemoryWithServers:
     """
 
     def __init__(self, routes: Routes) -> None:
-        self._routes, self._channel = routes, routes.rpc.channel
+        self._routes = routes
+        self._channel = routes.rpc.channel
         self.buffers, self.mappings = Buffers(), Mappings()
         # By server and key; None for an array that this process cannot map.
         self._tables: dict[tuple[int, int], MappedTable | None] = {}

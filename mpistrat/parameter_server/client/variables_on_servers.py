@@ -45,7 +45,8 @@ class RemoteVariable(Variable):
     def __init__(
         self, strategy: AnyStrategy, client: Client, address: Address, how: tuple[Any, ...]
     ) -> None:
-        self.strategy, self.address = strategy, address
+        self.strategy = strategy
+        self.address = address
         self.name = address.name
         self.trainable, self.synchronization, self.aggregation = how
         self.client = client
@@ -146,7 +147,9 @@ class VariablesOnServers(VariableStore):
             [f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in range(len(job.servers))]
         )
         self.owns_initial_values = owns
-        self._strategy, self._job, self.partitioner = strategy, job, partitioner
+        self._strategy = strategy
+        self._job = job
+        self.partitioner = partitioner
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
         self._keys = itertools.count()
         self._turns = itertools.cycle(job.servers)

@@ -71,7 +71,8 @@ class ClosureQueue:
     def __init__(self, most: int = MOST_QUEUED, most_bytes: int = MOST_BYTES) -> None:
         self.changed = threading.Condition()
         self.under_way: set[Closure] = set()
-        self._most, self._most_bytes = most, most_bytes
+        self._most = most
+        self._most_bytes = most_bytes
         self._bytes = 0
         self._waiting: collections.deque[Closure] = collections.deque()
         self._error: BaseException | None = None
@@ -181,7 +182,8 @@ class ClosureQueue:
             over_before = next(iter(self._open), self._next)
             if len(self._over) < fewest:
                 return [], over_before
-            over, self._over = self._over, []
+            over = self._over
+            self._over = []
             return over, over_before
 
     def wait(self) -> None:
@@ -232,7 +234,8 @@ class ClosureQueue:
         self._cancelling = True
         try:
             self.changed.wait_for(lambda: not self.under_way)
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             self._cancel(self._waiting, error)
             self._waiting.clear()
         finally:

@@ -63,7 +63,9 @@ class Dispatcher:
     """
 
     def __init__(self, cluster: Cluster, queue: ClosureQueue, resources: ResourceTable) -> None:
-        self._cluster, self._queue, self._resources = cluster, queue, resources
+        self._cluster = cluster
+        self._queue = queue
+        self._resources = resources
         self._rpc = cluster.rpc
         self._lock = threading.RLock()  # taken before the queue's
         self._workers = {
@@ -138,7 +140,8 @@ class Dispatcher:
                     other.known.remove(dropped)
                     other.dropped.append(dropped)
         body = [(closure.id, closure.name, closure.payload) for closure in closures]
-        dropping, worker.dropped = worker.dropped, []
+        dropping = worker.dropped
+        worker.dropped = []
         self._rpc.notify(worker.rank, CLOSURES, (needed, dropping, body))
 
     def _take_outcomes(self, source: int, body: Any) -> None:
@@ -148,7 +151,8 @@ class Dispatcher:
             if worker is None or self._ended:  # a dead worker: others have its closures
                 return
             worker.took(seconds / len(outcomes))
-            name, ended = self._rpc.name_of(source), []
+            name = self._rpc.name_of(source)
+            ended = []
             for closure, packed, failure in outcomes:
                 error = failure and unpack_error(failure, name, self._cluster.references.resolve)
                 ended.append((worker.in_hand.pop(closure), packed, error))
@@ -209,7 +213,8 @@ class _LivingWorker:
     """
 
     def __init__(self, index: int, rank: int) -> None:
-        self.index, self.rank = index, rank
+        self.index = index
+        self.rank = rank
         self.in_hand: dict[int, Closure] = {}
         self.ahead = 1
         self.known: set[int] = set()

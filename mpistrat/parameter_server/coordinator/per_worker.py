@@ -206,7 +206,9 @@ class PerWorkerDataset(PerWorker, Iterable[Any]):
     """A dataset with a copy on each worker. Made by: `ClusterCoordinator.create_per_worker_dataset`."""
 
     def __init__(self, resource: Resource, table: ResourceTable, call: Call) -> None:
-        self._resource, self._resources, self._call = resource, table, call
+        self._resource = resource
+        self._resources = table
+        self._call = call
 
     def __iter__(self) -> PerWorkerDistributedIterator:
         """Return an iterator for each worker. A worker begins its iterator when a closure first gets it."""
@@ -284,7 +286,8 @@ class DatasetOfWorker:
         self._last: weakref.ref[IteratorOfWorker] | None = None
 
     def iterate(self) -> IteratorOfWorker:
-        iterator, self._begun = self._begun or IteratorOfWorker(iter(self._dataset)), None
+        iterator = self._begun or IteratorOfWorker(iter(self._dataset))
+        self._begun = None
         self._last = weakref.ref(iterator)
         return iterator
 

@@ -78,7 +78,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self, file: io.BytesIO, reference_of: ReferenceOf, reduction_of: ReductionOf
     ) -> None:
         super().__init__(file, protocol=5)
-        self._reference_of, self._reduction_of = reference_of, reduction_of
+        self._reference_of = reference_of
+        self._reduction_of = reduction_of
 
     def reducer_override(self, value: Any) -> Any:
         # Pickle's own hook for keys, `persistent_id`, is slower: it is called for each occurrence of each object.
@@ -151,7 +152,8 @@ def _innermost(
             refused = outcome_of(functools.partial(pack, part))
             if isinstance(refused, Exception):
                 path.append(description)
-                value, error = part, refused
+                value = part
+                error = refused
                 break
         else:
             break

@@ -35,7 +35,9 @@ class RemoteValue(ReadsAsArray):
     def __init__(
         self, changed: threading.Condition, unpack: Callable[[bytes], Any], name: str = "a function"
     ) -> None:
-        self._changed, self._unpack, self._name = changed, unpack, name
+        self._changed = changed
+        self._unpack = unpack
+        self._name = name
         self.worker: int | None = None
         self._finished = False
         self._packed: bytes | None = None
@@ -56,7 +58,8 @@ class RemoteValue(ReadsAsArray):
             value = self._unpack(packed)  # outside the lock, because a large result takes long
             with self._changed:
                 if self._packed is not None:
-                    self._value, self._packed = value, None
+                    self._value = value
+                    self._packed = None
         return self._value
 
     def fetch(self) -> Any:
@@ -83,7 +86,8 @@ class RemoteValue(ReadsAsArray):
             >>> value
             <RemoteValue of step: CancelledError: another function failed>
         """
-        self._packed, self._error = packed, error
+        self._packed = packed
+        self._error = error
         self._finished = True
 
     def __repr__(self) -> str:

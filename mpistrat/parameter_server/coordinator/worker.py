@@ -57,7 +57,9 @@ class Worker:
         references: References,
         in_closure: Callable[[int], AbstractContextManager[Callable[[], None]]],
     ) -> None:
-        self._rpc, self._chief, self._index = rpc, chief, index
+        self._rpc = rpc
+        self._chief = chief
+        self._index = index
         self._in_closure = in_closure
         self._references, self._resources = references, ResourceCache(references)
         self._waiting: collections.deque[_Arrived] = collections.deque()
@@ -134,7 +136,9 @@ class Worker:
         """
         if self._outcomes:
             self._rpc.notify(self._chief, OUTCOMES, (self._outcomes, self._seconds))
-        self._outcomes, self._seconds, self._sent = [], 0.0, now
+        self._outcomes = []
+        self._seconds = 0.0
+        self._sent = now
 
     def _keep_returning(self) -> None:
         try:

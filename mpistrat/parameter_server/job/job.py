@@ -28,7 +28,8 @@ from mpistrat.topology import Topology
 # A notice to workers that run closures: the chief has no more closures.
 END = "end"
 # Notices. _HERE: a rank has come to `begin`. _BEGIN: all ranks have come to it.
-_HERE, _BEGIN = "here", "begin"
+_HERE = "here"
+_BEGIN = "begin"
 # A notice: the path of the job's last checkpoint.
 _CHECKPOINT = "checkpoint"
 # One rank says why the job ends, and ends it. Other ranks that would end it, too, first wait this long.
@@ -86,7 +87,8 @@ class ServerJob:
     def __init__(
         self, comm: MPI.Intracomm, topology: Topology, roles: JobRoles, replicated: bool = False
     ) -> None:
-        self.topology, self.roles = topology, roles
+        self.topology = topology
+        self.roles = roles
         self.why_not_fault_tolerant = _why_not_fault_tolerant()
         self.outlives_ranks = comm.Get_size() > 1 and not self.why_not_fault_tolerant
         with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
@@ -109,7 +111,8 @@ class ServerJob:
             self.server = ParameterServer(
                 self.rpc, self.clients, self.trainers, self.trainers[0], backup
             )
-        self._here, self._begun = 0, False
+        self._here = 0
+        self._begun = False
         self.rpc.handle(END, self._end)
         self.rpc.handle(_HERE, self._comes)
         self.rpc.handle(_BEGIN, self._may_begin)
@@ -150,7 +153,8 @@ class ServerJob:
             self.rpc.notify_all(range(self.rpc.size), _BEGIN, self.coordinator)
 
     def _may_begin(self, source: int, coordinator: int | None) -> None:
-        self._begun, self.coordinator = True, coordinator
+        self._begun = True
+        self.coordinator = coordinator
 
     def tell_of_checkpoint(self, path: str) -> None:
         """Send a checkpoint's path to all ranks, because errors about lost variables name the last checkpoint.
@@ -244,9 +248,11 @@ class LossPolicy:
             return died
         routes = job.client.routes
         holder = routes.holder_of(rank)
-        names, given_up = {}, {}
+        names = {}
+        given_up = {}
         if job.server is not None and holder == job.rpc.rank:
-            names, given_up = job.server.backup_copies.names, job.server.backup_copies.given_up
+            names = job.server.backup_copies.names
+            given_up = job.server.backup_copies.given_up
         if given_up or routes.is_lost_with(rank):
             names_lost = _quoted(given_up.values() or job.client.names_lost())
             last = f"from its last checkpoint, {job.checkpoint}"

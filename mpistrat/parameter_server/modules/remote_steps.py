@@ -93,7 +93,9 @@ class RemoteSteps:
         rule: Callable[[], str],
         next_number: Callable[[], int],
     ) -> None:
-        self._tensors, self._clock, self._rule = tensors, clock, rule
+        self._tensors = tensors
+        self._clock = clock
+        self._rule = rule
         self._next_number = next_number
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = (
             weakref.WeakKeyDictionary()
@@ -159,7 +161,8 @@ class RemoteOptimizer:
 
     def __init__(self, optimizer: Optimizer, number: int, tensors: RemoteTensors) -> None:
         self.number = number
-        self._optimizers, self._owns = tensors.client.optimizers, tensors.owns
+        self._optimizers = tensors.client.optimizers
+        self._owns = tensors.owns
         self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
         optimizer.register_state_dict_pre_hook(_while_alive(self._fetch))
         optimizer.register_state_dict_post_hook(_while_alive(self._drop))

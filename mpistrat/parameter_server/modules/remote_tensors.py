@@ -17,7 +17,9 @@ from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
 
 # A tensor's parts, in order: for each part, the server's rank and the array's number on that server.
 Places = tuple[tuple[int, int], ...]
-PARAMETER, ROWS, BUFFER = "parameter", "rows of a parameter", "buffer"
+PARAMETER = "parameter"
+ROWS = "rows of a parameter"
+BUFFER = "buffer"
 # The other rank finds or makes its tensor by this key: kind, places, device type and `requires_grad`.
 TensorKey = tuple[str, Places, str, bool]
 
@@ -121,7 +123,8 @@ class RemoteTensors:
     """
 
     def __init__(self, client: Client, owns: bool) -> None:
-        self.client, self.owns = client, owns
+        self.client = client
+        self.owns = owns
         self._remote: MutableMapping[torch.Tensor | None, RemoteTensor] = WeakIdKeyDictionary()
         self._pulled: list[_PulledBuffer] = []
         self._by_place: weakref.WeakValueDictionary[Places, torch.Tensor] = (

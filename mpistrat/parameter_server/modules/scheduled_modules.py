@@ -180,7 +180,8 @@ class ChiefReferences:
     """
 
     def __init__(self, strategy: AnyStrategy, modules: RemoteModules) -> None:
-        self._strategy, self._modules = strategy, modules
+        self._strategy = strategy
+        self._modules = modules
 
     def reference_of(self, value: Any) -> Any | None:
         """Return the key of a tensor on servers or of a learning-rate scheduler; None for a value to be copied.

@@ -16,24 +16,35 @@ from mpistrat.communicators.host_views import view_of
 from mpistrat.parameter_server.rpc import segments
 
 # Requests that read.
-FIND, PULL, ROWS, OPTIMIZER_STATE = "find", "pull", "rows", "optimizer state"
+FIND = "find"
+PULL = "pull"
+ROWS = "rows"
+OPTIMIZER_STATE = "optimizer state"
 # Requests that change something.
-CREATE, UPDATE = "create", "update"
-MAKE_OPTIMIZER, LOAD_OPTIMIZER_STATE = "make optimizer", "load optimizer state"
+CREATE = "create"
+UPDATE = "update"
+MAKE_OPTIMIZER = "make optimizer"
+LOAD_OPTIMIZER_STATE = "load optimizer state"
 # Notices of the rank that makes arrays: CANNOT_CREATE: an array's number, and the error of making it. PUBLISH: a name
 # and a value. PUBLISHED: another rank's request for the value of a name, answered once the name is published.
-CANNOT_CREATE, PUBLISH, PUBLISHED = "cannot create", "publish", "published"
+CANNOT_CREATE = "cannot create"
+PUBLISH = "publish"
+PUBLISHED = "published"
 # FORGET: no rank repeats some closures any more. DONE: a client does not use the server any more.
-FORGET, DONE = "forget", "done"
+FORGET = "forget"
+DONE = "done"
 # Changes that a server makes by itself and forwards to its backup. END_ROUNDS: all workers have ended the rounds with
 # smaller numbers than the body's; the body also tells how many workers took part in each round. DROP_GRADIENTS: the
 # server drops the gradients of a worker's steps; the body is the number of the first dropped step.
-END_ROUNDS, DROP_GRADIENTS = "end rounds", "drop gradients"
+END_ROUNDS = "end rounds"
+DROP_GRADIENTS = "drop gradients"
 # Notices of a worker: ENDED: it has ended a number of steps. FAILED: its step of that number has failed. The body of
 # each is the number and a `Push`.
-ENDED, FAILED = "steps ended", "step failed"
+ENDED = "steps ended"
+FAILED = "step failed"
 # Requests of a worker: MAY_BEGIN: wait until all workers have ended a number of steps. STEPS: the steps of each worker.
-MAY_BEGIN, STEPS = "may begin", "steps"
+MAY_BEGIN = "may begin"
+STEPS = "steps"
 
 # A pipe copies a message in pieces. For more bytes than this, shared memory is quicker.
 _SMALL = 1 << 13

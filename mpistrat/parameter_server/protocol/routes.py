@@ -98,8 +98,10 @@ class FailoverRequest:
     """
 
     def __init__(self, routes: Routes, server: int, method: str, body: Any, to: int) -> None:
-        self._routes, self._server = routes, server
-        self._method, self._body = method, body
+        self._routes = routes
+        self._server = server
+        self._method = method
+        self._body = body
         self._reply: PendingReply = routes.rpc.call(to, method, body)
 
     @property

@@ -20,7 +20,9 @@ from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 # The client's messages. HOLD: a request to pause. ADMIT: a request to let some parts of pushes pass. RELEASE: a notice
 # that changes may continue.
-HOLD, ADMIT, RELEASE = "hold", "admit", "release"
+HOLD = "hold"
+ADMIT = "admit"
+RELEASE = "release"
 # Pushes that a server remembers per client and part. Each thread of a client waits for a push before its next push.
 REMEMBERED = 16
 
@@ -35,7 +37,8 @@ class ChangeLock:
     """
 
     def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe) -> None:
-        self._rpc, self._when_safe = rpc, when_safe
+        self._rpc = rpc
+        self._when_safe = when_safe
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
@@ -94,7 +97,8 @@ class ChangeLock:
         self._answer_if_all_came()
 
     def _enter_again(self) -> None:
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         for change in held:
             self.enter(*change)
 
@@ -107,7 +111,8 @@ class ChangeLock:
         self._next = deque(request for request in self._next if request.source != source)
         if self._holder != source:
             return
-        self._holder, self._admission = None, None
+        self._holder = None
+        self._admission = None
         self._admitted.clear()
         self._enter_again()
         if self._next:

@@ -34,7 +34,8 @@ class ServerClock:
         ended: Callable[[int], Exception | None],
         when_safe: WhenSafe,
     ) -> None:
-        self._on_ended, self._when_safe = ended, when_safe
+        self._on_ended = ended
+        self._when_safe = when_safe
         self._steps = dict.fromkeys(workers, 0)
         self._working = set(workers)
         self._waiting: list[Request] = []
@@ -72,7 +73,8 @@ class ServerClock:
         error = self._on_ended(slowest)
         if error is not None:
             self._errors = {**dict.fromkeys(self._working, error), **self._errors}
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for request in waiting:
             if slowest < request.body:
                 self._waiting.append(request)
@@ -94,7 +96,8 @@ class WorkerClock:
     """
 
     def __init__(self, routes: Routes, max_staleness: int | None) -> None:
-        self._routes, self._max_staleness = routes, max_staleness
+        self._routes = routes
+        self._max_staleness = max_staleness
         self.combines = max_staleness == 0
         self._servers = routes.servers if self.combines else routes.copies_of(routes.servers[0])
         self.steps = 0

@@ -18,7 +18,8 @@ from mpistrat.variables.updates import update_in_place
 
 # Bytes before the array. Their first two int64 count the begins and ends of writes, and the updates.
 _HEADER = 64
-_TURN, _UPDATES = 0, 1
+_TURN = 0
+_UPDATES = 1
 _ATTEMPTS = 3
 _SECONDS_FOR_AN_UPDATE = 0.02
 _PAUSE = 50e-6
@@ -38,7 +39,8 @@ class Table:
     """
 
     def __init__(self, name: str, spec: TensorSpec, segments: Segments) -> None:
-        self.name, self.spec = name, spec
+        self.name = name
+        self.spec = spec
         region = segments.make(_HEADER + spec.nbytes)
         self.handle = region.handle
         numbers = region.part(_HEADER, spec.nbytes)

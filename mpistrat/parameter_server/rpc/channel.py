@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # `receive` asks MPI again and again. In between it sleeps for this fraction of the time that it has waited so far.
 _PAUSE = 1 / 32
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
+_SHORTEST_PAUSE = 50e-6
+_LONGEST_PAUSE = 1e-3
 _SECONDS_BETWEEN_LOOKS = 0.01  # between questions to MPI about dead ranks of other nodes
 
 LOST: Final = "lost"  # `receive` gives this message once for a rank that has died

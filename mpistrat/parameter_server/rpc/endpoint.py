@@ -52,7 +52,9 @@ class PendingReply:
     __slots__ = ("_outcome", "_rpc", "come", "method", "to")
 
     def __init__(self, rpc: RpcEndpoint, to: int, method: str) -> None:
-        self._rpc, self.to, self.method = rpc, to, method
+        self._rpc = rpc
+        self.to = to
+        self.method = method
         self.come = False
         self._outcome: Any = None
 
@@ -94,7 +96,8 @@ class RpcEndpoint:
     ) -> None:
         self.describe_death: Callable[[int], str] = lambda rank: f"{name_of(rank)} has died"
         self.channel = channel
-        self.rank, self.size = channel.rank, channel.size
+        self.rank = channel.rank
+        self.size = channel.size
         self.name_of = name_of
         self.stall_seconds = stall_seconds
         self._registering = threading.RLock()

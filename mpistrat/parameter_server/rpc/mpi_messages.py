@@ -124,7 +124,8 @@ class _Arriving:
     """
 
     def __init__(self, comm: MPI.Intracomm, source: int, head: MPI.Message, nbytes: int) -> None:
-        self._comm, self._source = comm, source
+        self._comm = comm
+        self._source = source
         self._first = bytearray(nbytes)
         self.requests = [head.Irecv([self._first, MPI.BYTE])]
         self._has_head = False

@@ -110,7 +110,8 @@ class PipeOutbox:
             os.close(self.descriptor)
             raise OSError(f"process {address.pid} is another one here, in another container")
         weakref.finalize(self, os.close, self.descriptor).atexit = False
-        self.pid, self._writer = address.pid, writer
+        self.pid = address.pid
+        self._writer = writer
         self._unwritten: deque[bytes] = deque()
 
     def put(self, message: bytes) -> bool:

@@ -27,7 +27,9 @@ from mpistrat.parameter_server.server.store import Store
 
 # Notices between primary and backup. CHANGE: the number, method, source and body of a change. CHANGED: the number of a
 # change that the backup has tried, and the reason of its failure or "". ABANDON: the backup must forget all copies.
-CHANGE, CHANGED, ABANDON = "change of a backup", "changed backup", "abandon backup"
+CHANGE = "change of a backup"
+CHANGED = "changed backup"
+ABANDON = "abandon backup"
 
 
 @dataclass
@@ -55,7 +57,8 @@ class Backup:
     """
 
     def __init__(self, rpc: RpcEndpoint, rank: int | None) -> None:
-        self._rpc, self._rank = rpc, rank
+        self._rpc = rpc
+        self._rank = rank
         self._shares_memory = rank is not None and rpc.channel.shares_memory_with(rank)
         self._buffers = Buffers()
         self._names: dict[int, str] = {}  # names of the arrays that the backup has, by key
@@ -171,8 +174,10 @@ class BackupCopies:
     def __init__(
         self, rpc: RpcEndpoint, store: Store, lock: ChangeLock, taken_over: Callable[[], None]
     ) -> None:
-        self._rpc, self._store = rpc, store
-        self._lock, self._taken_over = lock, taken_over
+        self._rpc = rpc
+        self._store = store
+        self._lock = lock
+        self._taken_over = taken_over
         self.copies = store.sibling()
         self._is_over = False  # whether this server has taken over
         self.primary: int | None = None
@@ -252,5 +257,6 @@ class BackupCopies:
             raise RuntimeError(f"the step of {name!r}") from error
 
     def _give_up(self, source: int, body: None) -> None:
-        self.given_up, self.names = self.names, {}
+        self.given_up = self.names
+        self.names = {}
         self.copies = self._store.sibling()  # an empty store, without arrays and optimizer state

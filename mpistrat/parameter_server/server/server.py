@@ -37,8 +37,10 @@ class Rounds:
         lock: ChangeLock,
         backup: Backup,
     ) -> None:
-        self._rpc, self._optimizers = rpc, optimizers
-        self._lock, self._backup = lock, backup
+        self._rpc = rpc
+        self._optimizers = optimizers
+        self._lock = lock
+        self._backup = backup
         self._clock = ServerClock(rpc, workers, self._end, backup.when_safe)
         rpc.handle(messages.ENDED, partial(self._enter, self._clock.ended))
         rpc.handle(messages.FAILED, partial(self._enter, self._drop_gradients))
@@ -100,7 +102,9 @@ class Announcements:
     """
 
     def __init__(self, rpc: RpcEndpoint, creator: int | None, when_safe: messages.WhenSafe) -> None:
-        self._rpc, self._creator, self._when_safe = rpc, creator, when_safe
+        self._rpc = rpc
+        self._creator = creator
+        self._when_safe = when_safe
         self._announced: dict[Hashable, Any] = {}
         self._waiting: dict[Hashable, list[Request]] = {}
         self._no_more: UnavailableError | None = None
@@ -139,7 +143,8 @@ class Announcements:
             f"{self._rpc.name_of(rank)} has {'died' if died else 'left'} before it made a variable, or told of a "
             "checkpoint, that other ranks wait for"
         )
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         for request in itertools.chain(*waiting.values()):
             request.reply(self._no_more)
 

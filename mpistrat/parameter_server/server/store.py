@@ -258,7 +258,8 @@ class Store:
         """
         from mpistrat.parameter_server.server.server_optimizers import ServerOptimizer
 
-        definition, made = pickle.loads(packed), self.optimizers.by_key
+        definition = pickle.loads(packed)
+        made = self.optimizers.by_key
         for key, shard in arrays:
             table = self.table(key)
             if (optimizer, key) not in made:
@@ -276,7 +277,8 @@ class Store:
     def sibling(self) -> Store:
         """Return an empty store that shares this store's `idempotency` and `mappings`. Called by: `BackupCopies`."""
         sibling = Store()
-        sibling.idempotency, sibling.mappings = self.idempotency, self.mappings
+        sibling.idempotency = self.idempotency
+        sibling.mappings = self.mappings
         return sibling
 
     def adopt(self, other: Store) -> None:

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.job.job import ServerJob
 
 
-_STRATEGY, _VARIABLE, _OF_TORCH = "strategy", "variable", "of torch"
+_STRATEGY = "strategy"
+_VARIABLE = "variable"
+_OF_TORCH = "of torch"
 
 
 class ObjectReferences:
@@ -48,7 +50,8 @@ class ObjectReferences:
     """
 
     def __init__(self, strategy: AnyStrategy, job: ServerJob) -> None:
-        self._strategy, self._job = strategy, job
+        self._strategy = strategy
+        self._job = job
         self._made: dict[Any, Any] = {}
 
     def reference_of(self, value: Any) -> Any | None:

@@ -52,7 +52,9 @@ class CheckpointsOfJob(CheckpointRole):
         owns: bool,
         paused: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._job, self._owns, self._paused = job, owns, paused
+        self._job = job
+        self._owns = owns
+        self._paused = paused
         self._published = itertools.count()
 
     @property
@@ -138,7 +140,8 @@ class ServersExtended(StrategyExtended):
         super().__init__(strategy, parts)
         self.torch_references = torch_references
         self.makes_variables = self.variables.owns_initial_values
-        self.job, self._is_worker = job, is_worker
+        self.job = job
+        self._is_worker = is_worker
 
     def check_destination(self, destinations: Any) -> None:
         """Check a destination of `reduce`, as TensorFlow does. A device of a server or of this worker is accepted.
@@ -147,7 +150,8 @@ class ServersExtended(StrategyExtended):
         """
         if not self._is_worker or not isinstance(destinations, str):
             return
-        task, roles = task_of(destinations), self.job.roles
+        task = task_of(destinations)
+        roles = self.job.roles
         if task is not None and task[0] == roles.task_type and task[1] != roles.task_id:
             raise ValueError(
                 f"cannot reduce to another worker: {destinations!r}; this is {self.job.rpc.own_name}"

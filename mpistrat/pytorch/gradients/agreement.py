@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # How a gradient is laid out; 0 means no gradient. The MAX over all replicas wins, so a gradient that is dense on any
 # replica is dense on all.
-_SPARSE, _DENSE = 1, 2
+_SPARSE = 1
+_DENSE = 2
 # The gradient is dense, and the parameter got another gradient after the bucket with the first one was sent.
 _AGAIN = 3
 _NAMED = 5  # number of parameters that a message names
@@ -124,7 +125,8 @@ class StepAgreement:
     """
 
     def __init__(self, parts: ModuleParts, registry: Registry) -> None:
-        self._parts, self._registry = parts, registry
+        self._parts = parts
+        self._registry = registry
         self._communicator = parts.group.communicator
         self._layouts: list[Any] = []  # layouts of the parameters that the last backward used
         self._digest = 0  # checksum of `_layouts`
@@ -150,7 +152,8 @@ class StepAgreement:
             RuntimeError: this rank has frozen parameters that other ranks train. The other ranks then raise
                 CollectiveMismatchError in their next collective.
         """
-        piggybacks, sharded = list(self._parts.piggybacks), extended.sharded
+        piggybacks = list(self._parts.piggybacks)
+        sharded = extended.sharded
         counts = self._parts.strategy.runs, optimizer_steps, sharded.count
         kinds = _kinds(replicas)
         unused = np.array(kinds, np.int32) == 0

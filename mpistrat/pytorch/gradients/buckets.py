@@ -78,7 +78,8 @@ def _parts(group: Sequence[int], like: Any, nbytes: int) -> Iterator[list[int]]:
     for slot in group:
         if part and filled + like[slot].nbytes > nbytes:
             yield part
-            part, filled = [], 0
+            part = []
+            filled = 0
         part.append(slot)
         filled += like[slot].nbytes
     yield part
@@ -120,7 +121,9 @@ class Buckets:
     ) -> None:
         parts = cut(list(like)[::-1], like, nbytes)
         self._buckets = [Bucket(part, [like[slot] for slot in part]) for part in parts]
-        self._like, self._wires, self._scale = like, wires, scale
+        self._like = like
+        self._wires = wires
+        self._scale = scale
         self._all_reduce, self._natively = all_reduce, thread is None
         self._submit = self._call if thread is None else thread.submit
 
@@ -182,7 +185,8 @@ class Buckets:
     def _call(self, work: Callable[[], None], place: SourceLine) -> None:
         """Call `work` on this thread, while reports name `place` as the line of the program that called it."""
         self.calls += 1
-        before, instead.place = instead.place, place
+        before = instead.place
+        instead.place = place
         try:
             work()
         finally:
@@ -224,7 +228,9 @@ class Buckets:
         for bucket in self._buckets:
             sums.update(zip(bucket.slots, bucket.pieces, strict=True))
             # The buckets must not keep the program's parameters and gradients alive.
-            bucket.parameters, bucket.flat, bucket.pieces = [], None, []
+            bucket.parameters = []
+            bucket.flat = None
+            bucket.pieces = []
         return sums
 
     def leave(self) -> None:
@@ -249,7 +255,8 @@ class HostBuckets(Buckets):
         scale: float | None,
         nbytes: int,
     ) -> None:
-        self._packer, self._communicator = packer, thread.communicator
+        self._packer = packer
+        self._communicator = thread.communicator
         all_reduce = self._communicator.all_reduce
         super().__init__(wires, like, scale, nbytes or DEFAULT_BYTES, all_reduce, thread)
 

@@ -30,8 +30,10 @@ class DenseSums:
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires) -> None:
-        self._packer, self._wires = packer, wires
-        self._communicator, self._options = parts.group.communicator, parts.ops.options
+        self._packer = packer
+        self._wires = wires
+        self._communicator = parts.group.communicator
+        self._options = parts.ops.options
         self._all_reduce_packs = (parts.gradient_sums or parts.ops.over_ranks).all_reduce_packs
         # If these tensors were freed right after the sum, they could lie at the top of the heap. glibc would return
         # them to the system, and page faults of the next backward took a quarter of a training step.

@@ -65,7 +65,9 @@ class SideStream:
         communicator: Communicator,
         thread: CommunicationThread | None = None,
     ) -> None:
-        self.device, self.thread, self.communicator = device, thread, communicator
+        self.device = device
+        self.thread = thread
+        self.communicator = communicator
         self.module = torch.get_device_module(device)
         self.stream = self.module.Stream(device)
 
@@ -140,7 +142,8 @@ class DeviceBuckets(Buckets):
         first, like = gradients[0], bucket.like[0]
         is_single = len(gradients) == 1 and here == self._program and first is not None
         if is_single and id(bucket.parameters[0]) not in self.shown:
-            bucket.flat, bucket.pieces = packing.flat_view(first, like), gradients
+            bucket.flat = packing.flat_view(first, like)
+            bucket.pieces = gradients
         if bucket.flat is None:
             with self._side.module.stream(self._program):
                 flat = torch.empty(bucket.length, dtype=like.dtype, device=self._side.device)

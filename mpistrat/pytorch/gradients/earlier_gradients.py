@@ -85,7 +85,8 @@ class EarlierGradients:
             return
         self._local.clear()
         self._splits.clear()
-        totals, addends = [], []
+        totals = []
+        addends = []
         for number, added in reduced.items():
             before, parameter = earlier.pop(number, None), parameters[number]
             if parameter is None:

@@ -35,7 +35,8 @@ _Sender = CommunicationThread | SideStream
 # With fewer bytes of gradients than this, overlap has nothing to hide.
 SMALLEST = 1 << 20
 # With and without overlap, five backwards each are timed, after two that are not timed.
-_TIMED, _UNTIMED = 5, 2
+_TIMED = 5
+_UNTIMED = 2
 # Overlap is kept if its time is less than this fraction of the time without it.
 _GAIN = 0.97
 
@@ -57,9 +58,12 @@ class Overlap:
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires, *, shares: bool) -> None:
-        self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
+        self._communicator = parts.group.communicator
+        self._packer = packer
+        self._wires = wires
         options = parts.ops.options
-        self._asked, self._nbytes = options.overlap, options.bytes_per_pack
+        self._asked = options.overlap
+        self._nbytes = options.bytes_per_pack
         self._sender: _Sender | None = None
         self._devices: frozenset[torch.device] | None = None  # devices of the expected parameters
         self._communicates = False  # the program, in any backward()
@@ -80,7 +84,10 @@ class Overlap:
 
     def forget(self) -> None:
         """Forget the slots that are expected to get gradients. Called by: every rank, when slots get new numbers."""
-        self._expected, self._last, self._like, self._buckets = None, (), {}, None
+        self._expected = None
+        self._last = ()
+        self._like = {}
+        self._buckets = None
 
     def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
         """Return the buckets for a backward that begins; None if all its gradients are to be reduced afterwards.
@@ -107,7 +114,8 @@ class Overlap:
                 self._buckets = self._make_buckets(self._sender, _without_memory(sent), scale)
                 self._made_for = made_for
             # If the backward fails, the buckets do not come back: their collectives may still use them.
-            buckets, self._buckets = self._buckets, None
+            buckets = self._buckets
+            self._buckets = None
             buckets.begin(sent)
         self._started = time.perf_counter()
         return buckets
@@ -225,7 +233,8 @@ class Overlap:
             ("a trial would lose residuals of the wire format", self._wires.has_format),
         )
         if why:
-            self._overlaps, self._why = True, why
+            self._overlaps = True
+            self._why = why
         self._sender = self._make_sender(next(iter(devices), torch.device(kind)))
 
     def _make_sender(self, device: torch.device) -> _Sender:
@@ -251,7 +260,10 @@ class Overlap:
         Rank 0 warns if the program set `overlap=True`.
         Called by: all ranks, or none.
         """
-        self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
+        self.may_come = False
+        self._overlaps = False
+        self._why = why
+        self._buckets = None
         if self._asked:
             warn_on_first_rank(
                 self._communicator.rank,

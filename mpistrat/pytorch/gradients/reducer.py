@@ -143,7 +143,9 @@ class GradientReducer:
     def __init__(
         self, parts: ModuleParts, registry: Registry, slice_steps: SliceSteps | None = None
     ) -> None:
-        self._parts, self.registry, self.slice_steps = parts, registry, slice_steps
+        self._parts = parts
+        self.registry = registry
+        self.slice_steps = slice_steps
         self._communicator = parts.group.communicator
         self._raising_together = self._communicator.raising_together()
         self.count = parts.group.num_replicas_in_sync
@@ -186,8 +188,10 @@ class GradientReducer:
             context: the replica's context.
             tensors, arguments: the arguments of `torch.autograd.backward`.
         """
-        step, reduced = self._set_aside(context.local_index), None
-        replicas, replica = self._parts.replicas, step.replica
+        step = self._set_aside(context.local_index)
+        reduced = None
+        replicas = self._parts.replicas
+        replica = step.replica
         try:
             self._run(step, tensors, *arguments)
             if step.synchronizes and replicas.count == 1:
@@ -207,9 +211,11 @@ class GradientReducer:
         Raises: RuntimeError inside `replica()` if no module is mirrored and torch has no default process group; or if
             a graph of the device is being captured.
         """
-        rule, call = self._parts.rule, f"backward() over {self.count} replicas"
+        rule = self._parts.rule
+        call = f"backward() over {self.count} replicas"
         parameters = self.registry.parameters()
-        in_block, scale = per_thread.modes[-1].in_block, None
+        in_block = per_thread.modes[-1].in_block
+        scale = None
         synchronizes = id(self) not in _not_synchronizing.get()
         if in_block:
             _check_mirrors(parameters, call)
@@ -233,7 +239,8 @@ class GradientReducer:
         Raises: RuntimeError if parameters were changed inside backward(). The other ranks raise
             CollectiveMismatchError in their next collective.
         """
-        contract, buckets = self._communicator.contract, step.buckets
+        contract = self._communicator.contract
+        buckets = step.buckets
         calls = contract.calls
         with self.arrivals.watched(step) as check:
             loss = tensors if step.weight == 1.0 else _times(step.weight, tensors)
@@ -273,9 +280,12 @@ class GradientReducer:
         mean over the global batch, even if the batches differ in size. Else, or if no loader gave a step, it is 1.0.
         Args: in_block: whether the backward runs inside `replica()` and not inside `run`.
         """
-        steps, sharded = self._extended.given_steps, self._extended.sharded
-        is_mean, weight = self._parts.rule.chosen == "mean", 1.0
-        weighs, examples = in_block and is_mean, None
+        steps = self._extended.given_steps
+        sharded = self._extended.sharded
+        is_mean = self._parts.rule.chosen == "mean"
+        weight = 1.0
+        weighs = in_block and is_mean
+        examples = None
         if weighs or steps.iterations:
             examples = steps.begin_backward(weighs=weighs)
         if sharded.cuts:

@@ -29,7 +29,8 @@ def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward
             with the parameter as destination.
         replicas: the backwards of this rank's replicas; their `gradients` are changed in place.
     """
-    slots, pairs = [], []
+    slots = []
+    pairs = []
     first, *others = replicas
     by_slot = zip(*[replica.gradients for replica in replicas], strict=True)
     for slot, gradients in enumerate(by_slot):

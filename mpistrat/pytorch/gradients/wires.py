@@ -68,7 +68,8 @@ class Wires:
     """
 
     def __init__(self, wire_format: WireFormat | None, registry: Registry) -> None:
-        self._format, self._registry = wire_format, registry
+        self._format = wire_format
+        self._registry = registry
         self.has_format = wire_format is not None
         self._wires: dict[tuple[ParameterSlot, ...], Wire] = {}  # the least recently used first
         self._used: set[tuple[ParameterSlot, ...]] = set()  # in this backward

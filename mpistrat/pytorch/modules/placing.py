@@ -79,7 +79,8 @@ def _move(parameter: torch.Tensor, device: torch.device, name: str) -> None:
     if is_lazy(parameter):
         there = kind(parameter.requires_grad, device, parameter.dtype)
     else:
-        there, gradient = parameter.to(device), parameter.grad
+        there = parameter.to(device)
+        gradient = parameter.grad
         if torch._has_compatible_shallow_copy_type(parameter, there):
             parameter.data = there
             if gradient is not None:

@@ -166,7 +166,8 @@ def _described(
     if not isinstance(value, Optimizer):
         yield from _plain(name, _simple(value))
         return
-    modules, size = extended.modules.made, extended.communicator.size
+    modules = extended.modules.made
+    size = extended.communicator.size
     slots = [] if modules is None else modules.registry.slots
     names = {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
     for g, group in enumerate(value.param_groups):

@@ -59,7 +59,9 @@ class Recorder:
         is_mirrored: Callable[[torch.Tensor], bool],
         made_in_run: MutableMapping[torch.Tensor, str],
     ) -> None:
-        self._strategy, self._is_mirrored, self._made_in_run = strategy, is_mirrored, made_in_run
+        self._strategy = strategy
+        self._is_mirrored = is_mirrored
+        self._made_in_run = made_in_run
         self._modules: dict[int, weakref.ref[Module]] = {}  # by the module's id
         self.changed = False
         _recorders.add(self)
@@ -93,7 +95,8 @@ class Recorder:
         Raises: ValueError if `parent` is a `DistributedDataParallel` or `FullyShardedDataParallel`, and this happens in
             the scope, or `module` is recorded or has a mirrored parameter. Not with one replica.
         """
-        wrapper, strategy = wrapper_of(parent), self._strategy
+        wrapper = wrapper_of(parent)
+        strategy = self._strategy
         if not wrapper or strategy.num_replicas_in_sync == 1:
             return
         if in_scope or self.knows(module) or any(map(self._is_mirrored, module.parameters())):

@@ -33,7 +33,9 @@ class StrategyModules(abc.ABC):
     watch_steps = staticmethod(hooks.watch_steps)
 
     def __init__(self, parts: ModuleParts, registry: Registry, reducer: GradientReducer) -> None:
-        self.parts, self.registry, self.reducer = parts, registry, reducer
+        self.parts = parts
+        self.registry = registry
+        self.reducer = reducer
         all_modules.add(self)
 
     @abc.abstractmethod

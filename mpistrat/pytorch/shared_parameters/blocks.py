@@ -99,7 +99,9 @@ class Block:
     def __init__(
         self, values: CommonMemory, gradients: CommonMemory, contribution: np.ndarray
     ) -> None:
-        self.values, self.gradients, self._contribution = values, gradients, contribution
+        self.values = values
+        self.gradients = gradients
+        self._contribution = contribution
         self.value_view, self.gradient_view = values.view(), gradients.view()
         # Keys are first bytes. `ParameterPages` refer to their block, so as keys they would keep it alive.
         self._contributions: dict[int, torch.Tensor] = {}
@@ -115,7 +117,9 @@ class Block:
             places: the places of the parameters.
             gradients: the gradient for each place; None counts as zeros. A sparse gradient becomes dense.
         """
-        targets, sources, absent = [], [], []
+        targets = []
+        sources = []
+        absent = []
         for place, gradient in zip(places, gradients, strict=True):
             target = self._contributions.get(place.first)
             if target is None:
@@ -161,7 +165,8 @@ class Settling:
     """
 
     def __init__(self, communicator: Communicator, why: str) -> None:
-        self._communicator, self._why = communicator, why
+        self._communicator = communicator
+        self._why = why
         self._written: list[tuple[CommonMemory, View, np.ndarray]] = []
 
     def begin(self, memories: Iterable[tuple[CommonMemory, View]]) -> None:

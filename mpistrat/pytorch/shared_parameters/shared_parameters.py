@@ -131,7 +131,8 @@ class SharedParameters:
         """
         # Sort by dtype, in the same order on all ranks.
         parameters = sorted(parameters, key=lambda p: str(p.dtype))
-        firsts, nbytes = [], 0
+        firsts = []
+        nbytes = 0
         for parameter in parameters:
             firsts.append(nbytes)
             nbytes += -(-parameter.nbytes // PAGE) * PAGE

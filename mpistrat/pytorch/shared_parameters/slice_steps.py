@@ -88,7 +88,8 @@ class _Slice:
     """
 
     def __init__(self, parameter: torch.Tensor, place: ParameterPages) -> None:
-        self.parameter, self.place = parameter, place
+        self.parameter = parameter
+        self.place = place
         self.first, self.end = place.own(place.block.values)
         self.tensor = self.of(place.block.values.shared, place.dtype)
         self.state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

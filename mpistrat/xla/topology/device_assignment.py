@@ -264,7 +264,8 @@ def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:
     other axes have room for the remaining replicas. Among axes with equal room, the cores of a chip come first, so that
     neighbouring replicas share chips; then x, so that neighbours share hosts.
     """
-    grid, remaining = [1] * MESH_RANK, num_replicas
+    grid = [1] * MESH_RANK
+    remaining = num_replicas
     in_turn = sorted(range(MESH_RANK), key=lambda axis: (room[axis], (axis + 1) % MESH_RANK))
     for axes_left, axis in zip(range(MESH_RANK, 0, -1), in_turn, strict=True):
         while grid[axis] < room[axis] and grid[axis] ** axes_left < remaining:

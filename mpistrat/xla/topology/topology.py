@@ -55,7 +55,8 @@ class TpuTopology:
         )
         self._places = _Places(mesh, devices)
         mesh.flags.writeable = False
-        self._mesh_shape, self._device_coordinates = mesh, devices
+        self._mesh_shape = mesh
+        self._device_coordinates = devices
 
     @property
     def mesh_shape(self) -> NDArray[np.int32]:

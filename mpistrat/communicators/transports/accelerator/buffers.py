@@ -38,8 +38,11 @@ class DeviceTransport(Transport):
         self, host: Communicator, index: int, watch: CommunicatorWatch, why: str = ""
     ) -> None:
         self.host = host
-        self.rank, self.size = host.rank, host.size
-        self._index, self._watch, self.why = index, watch, why
+        self.rank = host.rank
+        self.size = host.size
+        self._index = index
+        self._watch = watch
+        self.why = why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
     # Subclasses replace these three
@@ -64,7 +67,9 @@ class DeviceTransport(Transport):
         return self if is_on_gpu(operands.buffer) else None
 
     def all_reduce(self, operands: Operands) -> None:
-        buffer, reduction, tree = operands.buffer, operands.reduction, operands.tree
+        buffer = operands.buffer
+        reduction = operands.reduction
+        tree = operands.tree
         if tree is not None:
             self.wait_for_current_stream(buffer)
             sums = to_host(buffer)

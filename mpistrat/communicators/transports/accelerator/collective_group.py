@@ -84,8 +84,11 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         watch: CommunicatorWatch,
         abort: Callable[[T], None],
     ) -> None:
-        self.name, self.group = name, None
-        self._host, self._channel, self._watch = host, channel, watch
+        self.name = name
+        self.group = None
+        self._host = host
+        self._channel = channel
+        self._watch = watch
         self._abort_group = abort
         self._failure: Exception | None = None
         self._lock = threading.Lock()
@@ -112,7 +115,8 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
             make_own_current()
             try:
                 self._adopt(make())
-                group, size = self.group, self._host.size
+                group = self.group
+                size = self._host.size
                 if group is None:
                     outcome.append("it was aborted")
                     return
@@ -166,7 +170,8 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         with self._lock:
             if self._failure is None:
                 self._failure = why if isinstance(why, Exception) else RuntimeError(why)
-            group, self.group = self.group, None
+            group = self.group
+            self.group = None
         if group is not None:
             make_own_current()
             self._abort_group(group)

@@ -29,7 +29,8 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.liveness import deadlines
 
-MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
+MET = "mpistrat: two processes"
+PROVEN = "mpistrat: device memory went through MPI"
 UNUSABLE = "no accelerator can be used"  # begins the error of a process that finds none
 # The line in the output of a launcher or of Python that names the error.
 _TELLING = re.compile(r"signal \d|[Ss]ignal: |^[\w.]*(Error|Exception)\b")

@@ -97,7 +97,9 @@ class _TransportChoice:
     """Chooses the transports of one communicator for buffers on GPUs, by the arguments of `use_gpus`. Collective."""
 
     def __init__(self, communicator: Router, gpus: Sequence[Gpu], index: int, quiet: bool) -> None:
-        self._communicator, self._gpus, self._index = communicator, gpus, index
+        self._communicator = communicator
+        self._gpus = gpus
+        self._index = index
         self._tell = (lambda *_: None) if quiet or communicator.rank else tell_of_way
         self._watch = communicator.contract.watch or CommunicatorWatch()
         self._host = Router(communicator.transports)  # unchecked: only used inside checked calls
@@ -105,7 +107,8 @@ class _TransportChoice:
         self._nodes = [gpu.node for gpu in gpus]
         self._not_by_node = why_not_by_node(self._nodes)
         if not self._not_by_node:  # split now: `of_cupy` may run inside a collective
-            node, rank = self._nodes[communicator.rank], communicator.rank
+            node = self._nodes[communicator.rank]
+            rank = communicator.rank
             self._here = communicator.split(node)
             self._channel_here = AbortChannel(self._here.mpi.comm)
             self._peers = communicator.split(self._nodes[:rank].count(node))
@@ -120,7 +123,8 @@ class _TransportChoice:
         library = TorchLibrary(kind, self._index)
 
         def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[NativeTransport, str]:
-            host, comm = Router(ranks.transports), ranks.mpi.comm
+            host = Router(ranks.transports)
+            comm = ranks.mpi.comm
             watch = job_end().records.watch_of(comm, f"{ranks.contract.name} on devices")
             contract = self._communicator.contract
             native = NativeTransport(

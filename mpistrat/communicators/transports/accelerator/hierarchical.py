@@ -26,7 +26,8 @@ from mpistrat.options import CommunicationImplementation
 # Bytes. For a smaller buffer, the calls of a second library take longer than the shorter way through the network saves.
 SMALLEST = 1 << 16
 _FIRST = 1 << 20  # bytes of a first call, enough to start all transports that are used below
-BY_NODE, ALL_ALIKE = "by node", "all ranks alike"
+BY_NODE = "by node"
+ALL_ALIKE = "all ranks alike"
 _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
 
 
@@ -59,7 +60,9 @@ class HierarchicalDeviceTransport(DeviceTransport):
         flat: DeviceTransport,
     ) -> None:
         super().__init__(host, index, watch)
-        self.within, self.between, self.flat = within, between, flat
+        self.within = within
+        self.between = between
+        self.flat = flat
         self.costs = measurement.NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._nodes = nodes
@@ -162,7 +165,8 @@ class HierarchicalDeviceTransport(DeviceTransport):
         Returns: three arrays: a flat view of the buffer; the same view, or a copy with zeros at its end if the length
             is no multiple of the node's ranks; a view of this rank's slice of the second array.
         """
-        library, ranks = self.library(buffer), self.within.size
+        library = self.library(buffer)
+        ranks = self.within.size
         whole = flat = library.flat(buffer)
         length = -(-num_elements(flat) // ranks)
         if length * ranks > num_elements(flat):

@@ -85,7 +85,8 @@ class ForcedTransport(Transport):
     def __init__(
         self, dispatcher: LibraryDispatcher, implementation: CommunicationImplementation
     ) -> None:
-        self._dispatcher, self._implementation = dispatcher, implementation
+        self._dispatcher = dispatcher
+        self._implementation = implementation
 
     def _of(self, transport: DeviceTransport) -> Transport:
         return transport.forced.get(self._implementation, transport)

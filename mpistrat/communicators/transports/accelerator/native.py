@@ -124,7 +124,8 @@ class NativeTransport(DeviceTransport):
     # These replace the copies through the host
 
     def all_reduce(self, operands: Operands) -> None:
-        buffer, reduction = operands.buffer, operands.reduction
+        buffer = operands.buffer
+        reduction = operands.reduction
         if not _is_combined_as_it_is(operands, self._device):
             super().all_reduce(operands)
             return
@@ -178,20 +179,23 @@ class NativeTransport(DeviceTransport):
         return parts
 
     def reduce(self, operands: Operands) -> None:
-        buffer, root = operands.buffer, operands.root
+        buffer = operands.buffer
+        root = operands.root
         summed = buffer.detach().to(_summed_as(buffer, operands.reduction))
         numbers = _numbers_of(summed, operands.reduction)
         if numbers is None or not _are_on(self._device, buffer):
             super().reduce(operands)
         elif buffer.numel():
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank = OPS[operands.reduction.op], root
+            options.reduceOp = OPS[operands.reduction.op]
+            options.rootRank = root
             self._submit(lambda group: group.reduce([numbers], options))
             if summed.dtype != buffer.dtype and self.rank == root:
                 buffer.copy_(summed)
 
     def reduce_scatter(self, operands: Operands) -> None:
-        buffer, out = operands.buffer, operands.target
+        buffer = operands.buffer
+        out = operands.target
         dtype = _summed_as(buffer, operands.reduction)
         summed = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         numbers = _numbers_of(buffer.detach().to(dtype), operands.reduction)
@@ -206,7 +210,8 @@ class NativeTransport(DeviceTransport):
                 out.copy_(summed)
 
     def all_gather_into(self, operands: Operands) -> None:
-        buffer, out = operands.buffer, operands.target
+        buffer = operands.buffer
+        out = operands.target
         if not _are_on(self._device, buffer, out):
             super().all_gather_into(operands)
         elif buffer.numel():
@@ -269,7 +274,8 @@ def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
 
     False, among others, for another reduction than a sum, with an `out` or a compressor, and for an empty buffer.
     """
-    buffer, reduction = operands.buffer, operands.reduction
+    buffer = operands.buffer
+    reduction = operands.reduction
     kind = reduction.op, reduction.compressor, operands.tree, operands.out
     return (
         kind == ("sum", None, None, None)

@@ -31,7 +31,8 @@ class _Cupy:
         self._comm = nccl.NcclCommunicator(size, unique_id, rank)
         self._dtypes = {name: getattr(nccl, f"NCCL_{name.upper()}") for name in DTYPES}
         self._ops = {op: getattr(nccl, f"NCCL_{op.upper()}") for op in OPS}
-        self._group_start, self._group_end = nccl.groupStart, nccl.groupEnd
+        self._group_start = nccl.groupStart
+        self._group_end = nccl.groupEnd
 
     @staticmethod
     def unique_id() -> Any:
@@ -101,7 +102,8 @@ class NcclTransport(DeviceTransport):
         Returns: why NCCL cannot be used, the same text on all ranks; "" if it can be used.
         """
         self._group = CollectiveGroup("NCCL", self.host, channel, self._watch, _Cupy.abort)
-        unique_id, why = None, ""
+        unique_id = None
+        why = ""
         if self.rank == 0:
             try:
                 unique_id = _Cupy.unique_id()

@@ -62,13 +62,17 @@ class PendingCalls:
         listens: bool,
     ) -> None:
         self.name = contract.name
-        self._contract, self._watch, self._library = contract, watch, library
-        self._group, self._listens = group, listens
+        self._contract = contract
+        self._watch = watch
+        self._library = library
+        self._group = group
+        self._listens = listens
         self._calls: deque[_SubmittedCall] = deque()
         self._progress = 0  # when `look` last saw the end of a collective, in ns
         self._is_recorded = False
         self._number = 0
-        self._words, self._record_slot = watch.record.words, watch.slot
+        self._words = watch.record.words
+        self._record_slot = watch.slot
         self._event_watcher = event_watcher()
         self._event_watcher.watched.add(self)
 
@@ -126,7 +130,8 @@ class PendingCalls:
         The time counts from its submission, or from the end of the collective before it, if that is later. With a stall
         limit under 4 s, a quarter of the limit is enough.
         """
-        oldest, record = self._calls[0], self._watch.record
+        oldest = self._calls[0]
+        record = self._watch.record
         since = max(oldest.submitted, self._progress)
         patience = deadlines.RANK_WAITS_FOR_RECORD_OF_KERNEL
         if record.limit:

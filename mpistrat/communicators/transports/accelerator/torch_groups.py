@@ -89,7 +89,10 @@ def _by_plugin(
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
     options = c10d._DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size = store, rank, size
-    options.timeout, options.group_id = timeout, name
+    options.store = store
+    options.group_rank = rank
+    options.group_size = size
+    options.timeout = timeout
+    options.group_id = name
     options.global_ranks_in_group = list(range(size))
     return plugin.creator_fn(options, None)
