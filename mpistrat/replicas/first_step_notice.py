@@ -30,7 +30,8 @@ class FirstStepNotice:
             batch_size: number of examples in a global batch, also if the dataset could not load some of them. None: the
                 number in `examples`.
         """
-        early_signals.release()
+        if early_signals.kept:
+            early_signals.release()
         if self._is_told:
             return
         self._is_told = True

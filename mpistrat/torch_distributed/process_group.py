@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import math
 import types
@@ -253,7 +254,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         if device.type != "cpu":
             return collective.by_native(self._native.of(device), operands, opts)
         result = [*itertools.chain(*operands[0])] if collective.gathers else tensors
-        words = [getattr(opts, field) for field in collective.fields]
+        words = map(functools.partial(getattr, opts), collective.fields)  # no frame of its own
         make = collective.make
         return self._calls.run(opts.asyncOp, result, make, self._collectives, *operands, *words)
 

@@ -145,7 +145,10 @@ class Arrivals:
         for parameter, _ in step.came:
             if parameter.grad is None and id(parameter) not in in_buckets:
                 self._raise_changed(parameter, "lost its gradient")
-        written = {of for of, tensor, version in taken if tensor._version != version}
+        written = set()
+        for of, tensor, version in taken:
+            if tensor._version != version:
+                written.add(of)
         for parameter, version in itertools.chain(step.came, watched):
             if parameter._version != version or id(parameter) in written:
                 self._raise_changed(parameter, "was changed")

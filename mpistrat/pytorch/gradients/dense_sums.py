@@ -18,7 +18,7 @@ from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
 
-_IS_CPU = operator.attrgetter("is_cpu")
+_GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 
 
 class DenseSums:
@@ -48,8 +48,7 @@ class DenseSums:
             not used counts as zeros.
         """
         step, parameters = steps[0], steps[0].parameters
-        gradients = [of_replica.gradients for of_replica in steps]
-        how = gradients, functools.partial(self._reduction, step)
+        how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
         if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
             self.spent = step.gradients
             return self._all_reduce_packs(self._packer, parameters, slots, *how)

@@ -59,6 +59,7 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 )
 
 
+_PARAMETER = operator.methodcaller("reference")  # of a `ParameterSlot`
 _IS_THERE = functools.partial(operator.is_not, None)
 # The default None stands for a parameter that was garbage-collected.
 _GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
@@ -213,7 +214,7 @@ class GradientReducer:
         """
         rule = self._parts.rule
         call = f"backward() over {self.count} replicas"
-        parameters = self.registry.parameters()
+        parameters = [*map(_PARAMETER, self.registry.slots)]
         in_block = per_thread.modes[-1].in_block
         scale = None
         synchronizes = id(self) not in _not_synchronizing.get()

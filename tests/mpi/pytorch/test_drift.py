@@ -564,7 +564,7 @@ def test_shards_of_arrays_that_differ(
     with strategy.replica():
         model = strategy.prepare(net())
         for t in range(2):
-            whole = examples(t if seeded else RANK), torch.zeros(SIZE, 0)
+            whole = examples(t if seeded else RANK), torch.zeros(6 * SIZE, 0)
             x, _ = strategy.shard(tuple(map(kind, whole)))
             backward(model, torch.as_tensor(x))
     said_once = [text for text in notices if "the ranks have given it different arrays" in text]
