@@ -50,7 +50,8 @@ def not_run() -> str:
     runs = [WHOLE_RUNS, *WHOLE_RUNS["quick"]]
     ran = {run["python"].rpartition(".")[0] for run in runs}
     known = re.findall(r" :: (3\.\d+)", " ".join(_project()["classifiers"]))
-    return " and ".join([f"Python {version}" for version in known if version not in ran])
+    *others, last = [f"Python {version}" for version in known if version not in ran]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def recorded() -> str:

@@ -16,7 +16,7 @@ import array_api_compat as api
 import numpy as np
 
 _NUMBERS = (bool, int, float, complex)
-# Integers that are added up in int64. Other unsigned integers are often checksums, which wrap around rightly.
+# Integers that are added up in int64. Other unsigned integers are often checksums: they wrap around rightly.
 _NARROW = frozenset(["int8", "int16", "int32", "uint8"])
 
 Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
@@ -42,7 +42,7 @@ def is_torch(value: object) -> bool:
 
 
 def is_nested(array: Array) -> bool:
-    """Whether `array` is a nested tensor of torch, which may have no `shape`."""
+    """Whether `array` is a nested tensor of torch. Such a tensor may have no `shape`."""
     return is_torch(array) and array.is_nested
 
 

@@ -35,7 +35,7 @@ def _is_structure(kind: type) -> bool:
 def _constructs_itself(kind: type) -> bool:
     """Whether a tuple of class `kind` needs more than its elements: `torch.Size`, torch's `PackedSequence`.
 
-    False for namedtuples, also for those that have a method `to` but no constructor of their own.
+    False for namedtuples, also for namedtuples that have a method `to` but no constructor of their own.
     """
     owner = next(base for base in kind.__mro__ if "__new__" in vars(base))
     return "_fields" not in vars(owner) and (hasattr(kind, "to") or hasattr(kind, "numel"))

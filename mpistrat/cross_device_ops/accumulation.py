@@ -89,7 +89,7 @@ def widened(value: Any) -> Any:
 
 
 def narrow_dtypes(values: Sequence[Sequence[Any]]) -> str:
-    """Return the narrow dtypes among `values`, for a label on which ranks agree: "int8 uint8 "; "" for none.
+    """Return the narrow dtypes among `values`, as text for a label that ranks compare: "int8 uint8 "; "" for none.
 
     Args: values: for each value, its components.
     """

@@ -25,8 +25,8 @@ _BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
 # A frame in a traceback: its `File` line and the lines of code below it, indented further.
 FRAME = re.compile(r'(?m)^( *)File "(.+)", line (\d+), in (.+)\n(?:\1 {2,}.*\n|\1\[Previous.*\n)*')
 
-# The end of a traceback of an assert statement without a message: the lines after the last `File` line, the first of
-# which may hold more, as in `if x: assert y`. Python may mark parts of the lines.
+# The end of a traceback of an assert statement without a message: the lines after the last `File` line. The first of
+# these lines may hold more, as in `if x: assert y`. Python may mark parts of the lines.
 _BARE_ASSERT = re.compile(
     r'\n +(?!File "|.*\braise\b)(\w.*)\n(?:(?! +File ") .*\n)*AssertionError\s*\Z'
 )

@@ -80,7 +80,7 @@ def move_default_group(comm: Any, *, again: str) -> None:
 
     Args:
         comm: the mpi4py communicator of these ranks.
-        again: the name under which the program knows the backend. The default group, if there is one, is destroyed, and
+        again: the program's name for the backend. The default group, if there is one, is destroyed, and
             a new one is made over `comm` now; the call is collective over `comm`. "" for neither.
     """
     next_group.comm = comm

@@ -215,7 +215,7 @@ def equal_parts(rows: int, count: int) -> list[int]:
 
 
 def _joined(shard: Variable, parts: list[Array]) -> Array:
-    """Return the rows of all `parts` in one array; an array without rows, like those of `shard`, if there are none."""
+    """Return the rows of all `parts` in one array; without parts, no rows of `shard`."""
     if len(parts) > 1:
         return arrays.concatenate(parts)
     return parts[0] if parts else shard.read_value()[:0]

@@ -2,7 +2,7 @@
 
 Each reduction of gradients also makes one value of the copies that were written, in place, by the buffer's rule. So one
 rank alone can read a `state_dict`, as most scripts do. Without a rule floats are averaged, integers get replica 0's
-values, and a notice names the buffers for which this may be wrong.
+values, and a notice names buffers that may need another rule.
 """
 
 from __future__ import annotations
