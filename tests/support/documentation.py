@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mpistrat as ms
 
 GLOBAL, STEPS = 8, 4
-dataset = TensorDataset(torch.randn(32, 5), torch.randint(3, (32,)))
+dataset = TensorDataset(torch.linspace(-1, 1, 160).reshape(32, 5), torch.arange(32) % 3)
 loader = DataLoader(dataset, batch_size=GLOBAL, shuffle=True, drop_last=True)
 
 
