@@ -60,6 +60,8 @@ def advice_for(error: BaseException, rank: int) -> str:
         text = message_of(error) or type(error).__name__
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
             text = _cause_and_advice(text)
+        elif isinstance(error, KeyError):
+            text = f"KeyError: {text}"  # the message is the key alone
         advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"
     first = re.match(r".*((?<=:)\n.*)?", advice)[0]  # type: ignore[index]
     short = textwrap.shorten(first, _MOST_LETTERS, placeholder=" …").rstrip(".")

@@ -173,6 +173,12 @@ def test_a_first_line_that_ends_with_a_colon_goes_on() -> None:
     )
 
 
+def test_a_missing_key_is_named_as_one() -> None:
+    """The message of a KeyError is the key alone."""
+    error = error_of(lambda: {}["loss"])
+    assert advice_for(error, 0).endswith(" (rank 0): KeyError: 'loss'.\n")
+
+
 def test_a_long_line_is_cut_between_words() -> None:
     assert advice_for(ValueError("another " * 99), 0).endswith(" another another ….\n")
 
