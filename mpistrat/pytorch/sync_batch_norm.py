@@ -48,9 +48,11 @@ def _update_bn(loader: Any, model: torch.nn.Module, device: Any = None) -> None:
 
         for norm in norms:
             norm.forward = functools.partial(forward, norm)
-        hooks.original_update_bn(loader, model, device)
-        for norm in norms:
-            del norm.forward
+        try:
+            hooks.original_update_bn(loader, model, device)
+        finally:
+            for norm in norms:
+                del norm.forward
 
 
 @functools.wraps(hooks.original_sync_batch_norm)

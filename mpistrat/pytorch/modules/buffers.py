@@ -47,9 +47,8 @@ def snapshot(registry: Registry) -> Snapshot:
 
 
 _DIFFERS = 2
-_FIRST_STEPS = (
-    64  # buffers without a rule are compared only then, because the host waits for devices
-)
+# Buffers without a rule are compared only in so many steps, because the host waits for devices.
+_FIRST_STEPS = 64
 _LIMITS = np.iinfo(np.int32)
 
 

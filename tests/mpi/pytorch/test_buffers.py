@@ -692,3 +692,6 @@ def test_update_bn_computes_statistics_of_all_ranks(one_per_rank: ms.Strategy) -
         check(plain)
         if strategy.is_first:
             check(plain)
+        with pytest.raises(ZeroDivisionError):
+            update_bn((1 // 0 for _ in range(1)), model)
+        assert not any("forward" in vars(module) for module in model.modules())
