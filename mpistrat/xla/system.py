@@ -158,7 +158,7 @@ def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> TpuT
     """
     if None in places:
         by_number = np.argwhere(np.ones((len(places), per_task, 1, 1)))
-        devices = by_number.reshape(len(places), per_task, -1)
+        devices: np.ndarray = by_number.reshape(len(places), per_task, -1)
     else:
         devices = np.array(places)
     low, high = devices.min((0, 1)), devices.max((0, 1))

@@ -112,15 +112,19 @@ def assert_mismatch(fault: Fault) -> None:
     assert fault.reports == ()
 
 
+def assert_is_told(report: str, stderr: str) -> None:
+    """The report stands in one piece. The line on its file comes later: the launcher's words may stand between."""
+    told = f"\nmpistrat: {report}mpistrat: Ending the job.\n"
+    assert told in stderr
+    assert "mpistrat: This report is in " in stderr.partition(told)[2]
+
+
 def assert_stall(fault: Fault, state: str) -> None:
     """One report, which names the victim as the one that is missing and says what it does."""
     assert fault.seconds > LIMIT, fault.output
     assert len(fault.reports) == 1, fault.output
     (report,) = fault.reports
-    assert (
-        f"\nmpistrat: {report}mpistrat: Ending the job.\nmpistrat: This report is in "
-        in fault.job.stderr
-    )
+    assert_is_told(report, fault.job.stderr)
     assert re.match(
         r"ranks have waited \d+\.\d s in a collective \(MPISTRAT_STALL_SECONDS allows 3 s\): "
         rf"rank {fault.victim} has not come to it\n"
@@ -139,10 +143,7 @@ def assert_death(fault: Fault, how: str) -> None:
     """One report, which names the victim as the one that died first, and where it was last."""
     assert len(fault.reports) == 1, fault.output
     (report,) = fault.reports
-    assert (
-        f"\nmpistrat: {report}mpistrat: Ending the job.\nmpistrat: This report is in "
-        in fault.job.stderr
-    )
+    assert_is_told(report, fault.job.stderr)
     if KERNEL < (6, 15):  # it may forget how a process died as soon as the launcher knows
         how = rf"({how}|died without a word \(killed, or ended by os\._exit\))"
     assert re.match(

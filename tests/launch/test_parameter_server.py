@@ -52,7 +52,7 @@ def test_a_chief_that_does_not_join_tells_what_was_not_executed(launcher, tmp_pa
 def test_a_worker_that_raises_ends_the_job(launcher, tmp_path: Path) -> None:
     job = run(launcher, tmp_path, "worker_raises")
     assert job.returncode != 0
-    assert job.output.count("KeyError: 'on this worker only'") == 1
+    assert job.output.count("\nKeyError: 'on this worker only'\n") == 1
     assert job.seconds < 40
 
 

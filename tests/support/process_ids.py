@@ -5,7 +5,7 @@ import os
 import torch
 
 
-class ProcessIds(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class ProcessIds(torch.utils.data.Dataset[int]):
     """As many examples as asked for; each is the id of the process that reads it."""
 
     def __init__(self, length: int) -> None:

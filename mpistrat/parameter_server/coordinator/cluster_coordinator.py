@@ -236,6 +236,10 @@ class OnTheChief:
             f"ClusterCoordinator.{name} was asked for on a worker; only the chief schedules functions"
         )
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # Before Python 3.11, pickle asks an object without this method for attributes that it lacks.
+        return OnTheChief, ()
+
 
 def _nothing(dataset: Any) -> None:
     """Do nothing: unpickling the argument has made the worker's dataset."""
