@@ -114,9 +114,9 @@ def assert_mismatch(fault: Fault) -> None:
 
 def assert_is_told(report: str, stderr: str) -> None:
     """The report stands in one piece. The line on its file comes later: the launcher's words may stand between."""
-    told = f"\nmpistrat: {report}mpistrat: Ending the job.\n"
-    assert told in stderr
-    assert "mpistrat: This report is in " in stderr.partition(told)[2]
+    text = f"\nmpistrat: {report}mpistrat: Ending the job.\n"
+    assert text in stderr
+    assert "mpistrat: This report is in " in stderr.partition(text)[2]
 
 
 def assert_stall(fault: Fault, state: str) -> None:
