@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def test_a_parameter_that_one_rank_changes_is_noticed() -> None:
-    training = Training(ms.TPUStrategy(gradients="sum"), "adam")
+    training = Training(ms.TPUStrategy(gradients="sum"), "momentum")
     strategy = training.strategy
     rank, ranks = strategy.extended.communicator.rank, strategy.num_replicas_in_sync
     sentinel = ms.fault_tolerance.DivergenceSentinel(strategy, every=2)

@@ -91,7 +91,7 @@ def test_recurrent_modules_train_where_the_scope_brings_them(kind: type[torch.nn
     on_host = kind(3, 4, num_layers=2, bidirectional=True)
     on_host.load_state_dict({name: value.cpu() for name, value in module.state_dict().items()})
     host_optimizer = torch.optim.SGD(on_host.parameters(), lr=0.1)
-    inputs = torch.arange(30.0).reshape(5, 2, 3) / 30
+    inputs = torch.arange(18.0).reshape(3, 2, 3) / 18
 
     def descend(
         module: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor
