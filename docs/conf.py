@@ -48,7 +48,6 @@ myst_heading_anchors = 3
 myst_substitutions = {
     "tested": tested_versions.tested(),
     "recorded": tested_versions.recorded(),
-    "not_run": tested_versions.not_run(),
     "declared": tested_versions.declared(),
     "settings": "\n".join(
         (

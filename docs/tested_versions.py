@@ -45,15 +45,6 @@ def _name_of(run: dict[str, str]) -> str:
     return "`scripts/test quick`"
 
 
-def not_run() -> str:
-    """The Pythons of pyproject.toml that have no recorded run of the tests."""
-    runs = [WHOLE_RUNS, *WHOLE_RUNS["quick"]]
-    ran = {run["python"].rpartition(".")[0] for run in runs}
-    known = re.findall(r" :: (3\.\d+)", " ".join(_project()["classifiers"]))
-    *others, last = [f"Python {version}" for version in known if version not in ran]
-    return f"{', '.join(others)} and {last}" if others else last
-
-
 def recorded() -> str:
     """The versions of the runs in benchmarks/results that used torch."""
     runs: collections.Counter[tuple[str, ...]] = collections.Counter()

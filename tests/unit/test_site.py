@@ -112,9 +112,12 @@ def test_tested_versions_are_those_of_the_pins(conf: dict[str, Any]) -> None:
         (version,) = re.findall(rf"^{package}==(\S+)", pins, re.MULTILINE)
         assert f" {version} " in tables["tested"].replace(",", " "), package
     assert tables["tested"].count("| 3.11.7 |") == 3
-    assert tables["not_run"] == "Python 3.10"
+    project = (TOP / "pyproject.toml").read_text(encoding="utf-8")
+    pythons = re.findall(r" :: (3\.\d+)", project)
+    assert len(pythons) > 3
+    for python in pythons:
+        assert f"| {python}." in tables["tested"], python
     page = (DOCS / "tested_versions.md").read_text(encoding="utf-8")
-    assert "\n{{ not_run }} is supported" in page
     for name in ("tested", "recorded", "declared"):
         assert f"\n{{{{ {name} }}}}\n" in page
         assert len(tables[name].splitlines()) > 4
