@@ -88,7 +88,7 @@ def _by_plugin(
     plugin = _plugin(backend)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
-    options = c10d._DistributedBackendOptions()
+    options: Any = c10d._DistributedBackendOptions()
     options.store = store
     options.group_rank = rank
     options.group_size = size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ def group_on(backend: str) -> dist.ProcessGroup:
     """
     if not dist.is_initialized():
         make_default_group()
-    return dist.new_group(backend=backend)
+    group: Any = dist.new_group(backend=backend)  # by its type it may be no group, since torch 2.14
+    return group
 
 
 def backend_of_torch(device: str) -> str:
