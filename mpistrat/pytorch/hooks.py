@@ -62,15 +62,21 @@ def _keep_backward_out_of_graphs() -> None:
     if not hasattr(config, "trace_autograd_ops"):  # before torch 2.11 graphs always break there
         return
 
-    def method_backward(self: Any, *_: Any, **__: Any) -> Any:
-        exc.unimplemented(
-            gb_type="backward() that mpistrat reduces",
-            context=f"call_method {self} backward",
-            explanation="A graph that contains backward() would not reduce its gradients over replicas.",
-            hints=["Leave backward() out of what is compiled with fullgraph=True."],
-        )
+    call_method = TensorVariable.call_method
 
-    TensorVariable.method_backward = method_backward  # type: ignore[method-assign]
+    @functools.wraps(call_method)
+    def call_all_but_backward(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "backward":
+            exc.unimplemented(
+                gb_type="backward() that mpistrat reduces",
+                context=f"call_method {self} backward",
+                explanation="A graph that contains backward() would not reduce its gradients over replicas.",
+                hints=["Leave backward() out of what is compiled with fullgraph=True."],
+            )
+        return call_method(self, tx, name, args, kwargs)
+
+    # Not `method_backward`: torch 2.14 looks it up in a table that was made before.
+    TensorVariable.call_method = call_all_but_backward  # type: ignore[method-assign]
     reset()  # graphs from before may contain a backward()
 
 
