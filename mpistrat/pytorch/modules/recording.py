@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.nn.modules import module as hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import AnyStrategy, per_thread
 from mpistrat.pytorch.hooks import before_data_parallel
@@ -62,7 +63,7 @@ class Recorder:
         self._strategy = strategy
         self._is_mirrored = is_mirrored
         self._made_in_run = made_in_run
-        self._modules: dict[int, weakref.ref[Module]] = {}  # by the module's id
+        self._modules: WeakIdKeyDictionary = WeakIdKeyDictionary()  # as keys, in recorded order
         self.changed = False
         _recorders.add(self)
         _watch_registrations()
@@ -103,18 +104,13 @@ class Recorder:
             refuse_wrapping(wrapper, module, strategy.extended.communicator.rank)
 
     def record(self, module: Module) -> None:
-        if not self.knows(module):
-            # A freed module may have had the same id. The new module goes to the end of the order.
-            self._modules.pop(id(module), None)
-            self._modules[id(module)] = weakref.ref(module)
+        self._modules.setdefault(module)
 
     def knows(self, module: Module) -> bool:
-        reference = self._modules.get(id(module))
-        return reference is not None and reference() is module
+        return module in self._modules
 
     def roots(self) -> list[Module]:
         """Return the recorded modules that are still alive and in no other recorded module, in recorded order."""
-        alive = [m for reference in self._modules.values() if (m := reference()) is not None]
-        self._modules = {id(module): weakref.ref(module) for module in alive}
+        alive = list(self._modules)
         inside = {id(child) for m in alive for child in m.modules() if child is not m}
         return [module for module in alive if id(module) not in inside]

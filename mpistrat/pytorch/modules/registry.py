@@ -26,6 +26,13 @@ class ParameterSlot:
     name: str
     reference: weakref.ref[torch.Tensor]
 
+    def tensor(self) -> torch.Tensor | None:
+        """Return the tensor that each replica has of its own, the parameter's `.grad`.
+
+        None if there is no gradient, or if the program has dropped the parameter.
+        """
+        return getattr(self.reference(), "grad", None)
+
     def put(self, gradient: torch.Tensor | None) -> None:
         """Set the parameter's `.grad` to `gradient`; do nothing if the program has dropped the parameter."""
         parameter = self.reference()
@@ -121,16 +128,18 @@ def tensors_in(root: torch.nn.Module) -> NewTensors:
     The paths begin with the class name of `root`.
     """
     kind = type(root).__name__
-    buffers = (
+    parameters: list[tuple[str, torch.Tensor]] = [
+        (f"{kind}.{name}", parameter)
+        for name, parameter in root.named_parameters()
+        if not arrays.is_sharded(parameter)
+    ]
+    buffers = [
         (f"{path}.{key}", module, key, buffer)
         for path, module in root.named_modules(prefix=kind)
         for key, buffer in module._buffers.items()
-        if buffer is not None
-    )
-    return NewTensors(
-        [(f"{kind}.{n}", p) for n, p in root.named_parameters() if not arrays.is_sharded(p)],
-        [buffer for buffer in buffers if not arrays.is_sharded(buffer[-1])],
-    )
+        if buffer is not None and not arrays.is_sharded(buffer)
+    ]
+    return NewTensors(parameters, buffers)
 
 
 def is_inexact(tensor: torch.Tensor) -> bool:
@@ -153,7 +162,7 @@ class Registry:
         self.slots: list[ParameterSlot] = []
         self.buffers: list[BufferSlot] = []
         self._slot_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._buffer_of: dict[tuple[int, str], BufferSlot] = {}
+        self._buffers_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by module, then by name
         all_registries.add(self)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -168,9 +177,8 @@ class Registry:
 
         The tensors belong to the replica that runs now. None stands for no gradient and for a dropped buffer.
         """
-        pairs = zip(self.slots, self.parameters(), strict=True)
-        gradients = [(slot, None if p is None else p.grad) for slot, p in pairs]
-        return [*gradients, *((slot, slot.tensor()) for slot in self.buffers)]
+        slots: list[Slot] = [*self.slots, *self.buffers]
+        return [(slot, slot.tensor()) for slot in slots]
 
     def new_in(self, root: torch.nn.Module) -> NewTensors:
         """Return the tensors in `root` that are not registered yet."""
@@ -187,11 +195,12 @@ class Registry:
 
     def buffer(self, module: torch.nn.Module, key: str) -> BufferSlot | None:
         """Return the slot of the buffer `key` of `module`; None if it is not mirrored."""
-        slot = self._buffer_of.get((id(module), key))
-        return slot if slot is not None and slot.module() is module else None
+        of_module: dict[str, BufferSlot] = self._buffers_of.get(module, {})
+        return of_module.get(key)
 
     def add_buffer(self, name: str, module: torch.nn.Module, key: str, rule: str) -> BufferSlot:
-        slot = self._buffer_of[id(module), key] = BufferSlot(name, weakref.ref(module), key, rule)
+        slot = BufferSlot(name, weakref.ref(module), key, rule)
+        self._buffers_of.setdefault(module, {})[key] = slot
         self.buffers.append(slot)
         return slot
 
@@ -205,7 +214,7 @@ class Registry:
         self.slots.clear()
         self.buffers.clear()
         self._slot_of.clear()
-        self._buffer_of.clear()
+        self._buffers_of.clear()
 
     def alive(self) -> list[bool]:
         """Return a boolean for each parameter, then for each buffer: whether the program still has it on this rank."""
@@ -222,5 +231,3 @@ class Registry:
         buffers_alive = alive_somewhere[len(self.slots) :]
         self.slots = list(itertools.compress(self.slots, alive_somewhere))
         self.buffers = list(itertools.compress(self.buffers, buffers_alive))
-        known = set(self.buffers)
-        self._buffer_of = {key: slot for key, slot in self._buffer_of.items() if slot in known}
