@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 WIRE_DTYPES = ("bfloat16", "float16")
 _WIRE = {"wire_dtype", "wire_format"}
@@ -13,7 +13,8 @@ _WIRE = {"wire_dtype", "wire_format"}
 _E = TypeVar("_E", bound=enum.Enum)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether `value` is a Python integer. False for booleans."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -102,12 +103,11 @@ class CommunicationOptions:
     wire_format: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.bytes_per_pack):
+        if not is_integer(self.bytes_per_pack):
             raise TypeError(f"bytes_per_pack must be an integer, got {self.bytes_per_pack!r:.60}")
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
         seconds = self.timeout_seconds
-        wire_format = self.wire_format
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float, type(None))):
             raise TypeError(f"timeout_seconds must be a number or None, got {seconds!r:.60}")
         if seconds is not None and not seconds >= 0:
@@ -118,6 +118,7 @@ class CommunicationOptions:
             raise TypeError(f"overlap must be True, False or None, got {self.overlap!r:.60}")
         if self.wire_dtype is not None:
             object.__setattr__(self, "wire_dtype", self._name_of_wire_dtype())
+        wire_format = self.wire_format
         if wire_format is not None and not callable(getattr(wire_format, "combine", None)):
             raise TypeError(
                 f"wire_format must have a method combine(communicator, values, residual), got {wire_format!r:.60}"
@@ -142,10 +143,12 @@ class CommunicationOptions:
         Raises: TypeError if `other` is neither options nor None.
         """
         fields = vars(check_options(other))
-        changed = {name for name, value in fields.items() if value != getattr(type(self), name)}
-        if changed & _WIRE:  # wire_dtype and wire_format replace each other
-            changed |= _WIRE
-        return dataclasses.replace(self, **{name: fields[name] for name in changed})
+        defaults = type(self)
+        changes = {name: fields[name] for name in fields if fields[name] != getattr(defaults, name)}
+        if not _WIRE.isdisjoint(changes):  # wire_dtype and wire_format replace each other
+            changes["wire_dtype"] = fields["wire_dtype"]
+            changes["wire_format"] = fields["wire_format"]
+        return dataclasses.replace(self, **changes)
 
 
 def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
@@ -162,9 +165,7 @@ def implementation_of(options: CommunicationOptions | None) -> CommunicationImpl
 
     Raises: TypeError if `options` is anything else.
     """
-    implementation = check_options(options).implementation
-    assert isinstance(implementation, CommunicationImplementation)
-    return implementation
+    return cast("CommunicationImplementation", check_options(options).implementation)
 
 
 def CollectiveHints(  # noqa: N802 - the deprecated name that tf.distribute keeps
@@ -275,7 +276,7 @@ class InputOptions:
             raise TypeError(
                 f"experimental_replication_mode must be an InputReplicationMode, got {mode!r:.60}"
             )
-        if not _is_integer(buffered) or buffered < 1:
+        if not is_integer(buffered) or buffered < 1:
             raise ValueError(
                 f"experimental_per_replica_buffer_size must be a positive integer, got {buffered!r:.60}"
             )

@@ -10,7 +10,7 @@ from mpistrat.cross_device_ops import accumulation, packing
 from mpistrat.cross_device_ops.cross_device_ops import place
 from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.options import CommunicationImplementation, CommunicationOptions, is_integer
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
 
@@ -28,7 +28,7 @@ class _PackedAllReduce(ReductionToOneDevice):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        if isinstance(num_packs, bool) or not isinstance(num_packs, int):
+        if not is_integer(num_packs):
             raise TypeError(f"num_packs must be an integer, got {num_packs!r:.60}")
         if num_packs < 0:
             raise ValueError(f"num_packs must be >= 0 (0: no packing), got {num_packs}")
@@ -53,12 +53,13 @@ class _PackedAllReduce(ReductionToOneDevice):
         reduced = [self.combine(reduce_op, pieces) for pieces in zip(*packs, strict=True)]
         unpacked = packing.unpack(arrays.concatenate(reduced), columns[0])
         totals = dict(zip(dense, unpacked, strict=True))
-        return [
-            place(totals[i], where)
-            if i in totals
-            else self.reduce_implementation(reduce_op, value, where, options)
-            for i, (value, where) in enumerate(pairs)
-        ]
+        results = []
+        for i, (value, where) in enumerate(pairs):
+            if i in totals:
+                results.append(place(totals[i], where))
+            else:
+                results.append(self.reduce_implementation(reduce_op, value, where, options))
+        return results
 
     @staticmethod
     def _can_pack(value: PerReplica, like: PerReplica) -> bool:
@@ -117,7 +118,8 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
     between_ranks = CommunicationImplementation.HIERARCHICAL
 
     def add(self, values: Sequence[Any]) -> Any:
-        add, half = super().add, len(values) // 2
+        add = super().add
+        half = len(values) // 2
         if half < 2 or isinstance(values[0], IndexedSlices):
             return add(values)
         accumulation.check_summable(values)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from mpistrat.options import is_integer
+
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
@@ -55,7 +57,7 @@ class InputContext:
 
 
 def _check_integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         raise TypeError(f"{name} must be an integer, got {value!r:.60}")
 
 
