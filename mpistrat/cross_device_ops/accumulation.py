@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,15 +45,19 @@ def check_alike(values: Sequence[Array]) -> None:
     if not arrays.is_torch(first) and first.dtype.kind in "OSUMm":
         raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be reduced")
     if len({(value.shape, value.dtype) for value in values}) > 1:
-        by_replica = _by_owner(map(signature, values))
+        by_replica = _by_owner(values, signature)
         raise InvalidArgumentError(
             f"all replicas must pass the same shape and dtype; got {by_replica}"
         )
 
 
-def _by_owner(words: Iterable[str], owner: str = "replica") -> str:
+def _by_owner(values: Sequence[Any], describe: Callable[[Any], str], owner: str = "replica") -> str:
     """Return text for people: "replica 0: float32[2], replica 1: float32[3]"."""
-    return ", ".join(f"{owner} {number}: {word}" for number, word in enumerate(words))
+    return ", ".join(f"{owner} {number}: {describe(value)}" for number, value in enumerate(values))
+
+
+def _kind_of(value: Any) -> str:
+    return type(value).__name__
 
 
 def sum_of(components: Sequence[Any]) -> Any:
@@ -93,8 +97,12 @@ def narrow_dtypes(values: Sequence[Sequence[Any]]) -> str:
 
     Args: values: for each value, its components.
     """
-    dtypes = [_dtype_of(components[0]) for components in values]
-    return "".join([f"{arrays.name_of_dtype(d)} " for d in dtypes if arrays.is_narrow(d)])
+    text = ""
+    for components in values:
+        dtype = _dtype_of(components[0])
+        if arrays.is_narrow(dtype):
+            text += f"{arrays.name_of_dtype(dtype)} "
+    return text
 
 
 def narrowed(
@@ -135,8 +143,10 @@ def _narrowed(total: Any, dtype: Any) -> Any:
 
 def of_one_replica(op: ReduceOp, value: Any) -> Any:
     """Return the reduction of `value` over one replica: a mean of integers is a float, any other value is itself."""
-    if op is ReduceOp.MEAN and arrays.name_of_dtype(_dtype_of(value)).startswith(("int", "uint")):
-        return divide(arrays.detach_read(value), 1)
+    if op is ReduceOp.MEAN:
+        dtype = arrays.name_of_dtype(_dtype_of(value))
+        if dtype.startswith(("int", "uint")):
+            return divide(arrays.detach_read(value), 1)
     return value
 
 
@@ -185,7 +195,7 @@ def are_slices(values: Sequence[Any]) -> bool:
     """Whether all components of one value are IndexedSlices. Raises: InvalidArgumentError if only some of them are."""
     are_sparse = {isinstance(value, IndexedSlices) for value in values}
     if len(are_sparse) > 1:
-        by_replica = _by_owner([type(value).__name__ for value in values])
+        by_replica = _by_owner(values, _kind_of)
         raise InvalidArgumentError(
             f"all replicas must pass the same kind of value; got {by_replica}"
         )
@@ -226,15 +236,20 @@ def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -
     Raises: ValueError for scalars or an axis out of range. InvalidArgumentError if dtypes or other sizes differ.
     """
     first = tuple(values[0].shape)
+    dims = len(first)
     if not isinstance(axis, (int, np.integer)):
         raise ValueError(f"axis must be an integer, got {axis!r:.60}")
     if not first:
         raise ValueError("cannot gather scalars; give them an axis first, e.g. value[None]")
-    if not -len(first) <= axis < len(first):
+    if not -dims <= axis < dims:
         raise ValueError(f"axis {axis} is out of range for arrays of shape {list(first)}")
-    axis = int(axis) % len(first)
-    if len({(v.dtype, len(v.shape), v.shape[:axis], v.shape[axis + 1 :]) for v in values}) > 1:
-        by_owner = _by_owner(map(signature, values), owner)
+    axis = int(axis) % dims
+    kinds = set()
+    for value in values:
+        sizes = value.shape
+        kinds.add((value.dtype, len(sizes), sizes[:axis], sizes[axis + 1 :]))
+    if len(kinds) > 1:
+        by_owner = _by_owner(values, signature, owner)
         raise InvalidArgumentError(
             f"gather along axis {axis} needs one dtype, and shapes that are equal elsewhere; got {by_owner}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -237,8 +236,10 @@ class MpiAllReduce(CrossDeviceOps):
         with self.communicator.raising_together():
             merged = self.merged(options)
             communicator = self.communicator.by(implementation_of(merged))
-            of_rank = functools.partial(extrema.of_rank, reduce_op)
-            totals = list(map(accumulation.sum_of if reduce_op.adds_up else of_rank, values))
+            if reduce_op.adds_up:
+                totals = [accumulation.sum_of(components) for components in values]
+            else:
+                totals = [extrema.of_rank(reduce_op, components) for components in values]
         name = name_of(reduce_op, label)
         for i, total in enumerate(totals):
             if isinstance(total, IndexedSlices):
@@ -266,9 +267,13 @@ class MpiAllReduce(CrossDeviceOps):
             pieces = packing.unpack(flat, like)
         else:
             flat, pieces = self._packer.join(like, pack.length, pack.shape)
-        host = flat if pack.stays else arrays.to_host(flat)
-        communicator.all_reduce(host.numpy() if pack.to_numpy else host, pack.reduction)
-        return pieces if pack.stays else packing.unpack(arrays.to_device_of(host, like[0]), like)
+        if pack.stays:
+            communicator.all_reduce(flat.numpy() if pack.to_numpy else flat, pack.reduction)
+            return pieces
+        host = arrays.to_host(flat)
+        communicator.all_reduce(host, pack.reduction)
+        on_device = arrays.to_device_of(host, like[0])
+        return packing.unpack(on_device, like)
 
     def _reduce_alone(
         self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
@@ -318,15 +323,16 @@ class MpiAllReduce(CrossDeviceOps):
             {0: tensor([1., 1.])}
         """
         sums: dict[int, Array] = {}
-        communicator, (first, *others) = self.communicator, contributions
+        communicator = self.communicator
+        first, *others = contributions
         own_packs: list[packing.Pack] = []
         if len(indices) == len(contributions) == 1:
             own_packs = packing.pack_of_itself(like, indices, contributions)
         for pack in own_packs or packer.packs(like, indices, communicator):
             if not own_packs:
-                packing.fill(pack.pieces, [*map(first.__getitem__, pack.indices)])
+                packing.fill(pack.pieces, list(map(first.__getitem__, pack.indices)))
             for gradients in others:
-                packing.add(pack.pieces, [*map(gradients.__getitem__, pack.indices)])
+                packing.add(pack.pieces, list(map(gradients.__getitem__, pack.indices)))
             stays = pack.flat.is_cpu or communicator.takes_device_buffers
             operand = pack.operand if stays else arrays.to_host(pack.flat)
             communicator.all_reduce(operand, reduction_of(pack.indices), follows=True)
@@ -405,7 +411,8 @@ def _all_plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
     if set(map(len, values)) != {1}:
         return [], None
     firsts = list(next(zip(*values, strict=True)))
-    tensor, classes = getattr(sys.modules.get("torch"), "Tensor", None), set(map(type, firsts))
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    classes = set(map(type, firsts))
     are_plain_tensors = classes == {tensor} and set(map(_PLACE, firsts)) == {_ON_HOST}
     if are_plain_tensors or classes == {np.ndarray}:
         return firsts, tuple(map(_KIND, firsts))

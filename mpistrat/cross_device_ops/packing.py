@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mpistrat.communicators import Communicator
 
 
-_DTYPE, _SHAPE, _IS_CPU = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 LAYOUT = operator.attrgetter("dtype", "device", "shape")
 # Programs may reduce different parameters in turn, such as a generator's and a discriminator's, so a packer keeps the
@@ -122,7 +121,8 @@ class Packer:
             asks: True asks for a larger window if a pack needs it; then the call is collective. False takes the window
                 as it is; a pack that does not fit lies in ordinary memory.
         """
-        key = communicator, asks, [*indices], layouts(map(like.__getitem__, indices))
+        tensors = map(like.__getitem__, indices)
+        key = (communicator, asks, list(indices), layouts(tensors))
         for plan in [*self._plans]:
             if plan.key == key:
                 self._plans.remove(plan)
@@ -145,7 +145,8 @@ class Packer:
     def _new_pack(
         self, tensors: list[Any], group: list[int], communicator: Communicator, asks: bool
     ) -> Pack:
-        first, length = tensors[0], sum([tensor.numel() for tensor in tensors])
+        first = tensors[0]
+        length = sum([tensor.numel() for tensor in tensors])
         nbytes = length * first.itemsize
         window = communicator.memory
         asked = self._asked
@@ -208,7 +209,7 @@ class Packer:
             # In half the time of the code below. Views that one torch call makes of all rows could not be written to.
             rows = flat.view(len(values), *shape)
             sys.modules["torch"].stack(tuple(values), out=rows)
-            return flat, list(map(rows.__getitem__, range(len(values))))
+            return flat, [rows[i] for i in range(len(values))]
         pieces = unpack(flat, values)
         fill(pieces, values)
         return flat, pieces
@@ -240,19 +241,21 @@ def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
     A tensor on torch's device "meta" (without memory) counts as on the host.
     """
     some = [like[i] for i in indices]
-    if len(set(map(_DTYPE, some))) == 1 and _are_on_host(some):
+    dtypes = {tensor.dtype for tensor in some}
+    if len(dtypes) == 1 and _are_on_host(some):
         return [list(indices)]
     found: dict[tuple[Any, Any], list[int]] = {}
-    for i in indices:
-        found.setdefault((like[i].dtype, _device_of(like[i])), []).append(i)
+    for i, tensor in zip(indices, some, strict=True):
+        place = (tensor.dtype, _device_of(tensor))
+        found.setdefault(place, []).append(i)
     return list(found.values())
 
 
 def _are_on_host(values: Sequence[Any]) -> bool:
     """Whether all values, of one dtype, are on the host; False also if they are not NumPy's nor torch's."""
     if arrays.is_torch(values[0]):
-        return all(map(_IS_CPU, values))
-    return set(map(type, values)) == {np.ndarray}
+        return all(value.is_cpu for value in values)
+    return {type(value) for value in values} == {np.ndarray}
 
 
 def _device_of(array: Array) -> Any:
@@ -268,7 +271,8 @@ def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Arr
         limit.
     """
     groups: list[list[Array]] = []
-    limit, filled = bytes_per_pack or sys.maxsize, math.inf  # the first value begins a group
+    limit = bytes_per_pack or sys.maxsize
+    filled = math.inf  # the first value begins a group
     for value in values:
         if filled > limit or value.dtype != groups[-1][0].dtype:
             groups.append([])
@@ -283,7 +287,8 @@ def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
     flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
     starts = (np.arange(num_packs) * length).tolist()
-    return [flat[first:end] for first, end in itertools.pairwise([*starts, None])]
+    ends = [*starts[1:], None]
+    return [flat[first:end] for first, end in zip(starts, ends, strict=True)]
 
 
 def concatenated(values: Sequence[Array]) -> Array:
@@ -314,8 +319,9 @@ def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
     if not arrays.is_torch(flat):
         return unpack(flat, like)
     pieces = []
-    for piece, tensor in zip(flat.split([t.numel() for t in like]), like, strict=True):
-        if tensor.is_contiguous() or not is_dense(tensor):
+    flat_pieces = flat.split([tensor.numel() for tensor in like])
+    for piece, tensor in zip(flat_pieces, like, strict=True):
+        if _has_contiguous_piece(tensor):
             pieces.append(piece.view(tensor.shape))
         else:
             pieces.append(piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset()))
@@ -334,12 +340,15 @@ def pack_of_itself(
         indices: one index in `like`.
         contributions: a list with the gradients of the only replica, one for each of `like`.
     """
-    (index,), (gradients,) = indices, contributions
+    (index,) = indices
+    (gradients,) = contributions
     gradient = gradients[index]
     if gradient is None or not arrays.is_on_gpu(gradient):
         return []
     flat = flat_view(gradient, like[index])
-    return [] if flat is None else [Pack(flat, [index], [gradient], flat)]
+    if flat is None:
+        return []
+    return [Pack(flat, [index], [gradient], flat)]
 
 
 def flat_view(tensor: Any, like: Any) -> Any:
@@ -357,11 +366,19 @@ def flat_view(tensor: Any, like: Any) -> Any:
         return None
     storage = tensor.untyped_storage()
     # One reference is the tensor's, and one is of `storage`.
-    shared = torch._C._storage_Use_Count(storage._cdata) > 2 or storage.nbytes() > tensor.nbytes
-    contiguous = like.is_contiguous() or not is_dense(like)
-    if shared or (not tensor.is_contiguous() if contiguous else tensor.stride() != like.stride()):
+    references = torch._C._storage_Use_Count(storage._cdata)
+    shared = references > 2 or storage.nbytes() > tensor.nbytes
+    fits = tensor.stride() == like.stride()
+    if _has_contiguous_piece(like):
+        fits = tensor.is_contiguous()
+    if shared or not fits:
         return None
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _has_contiguous_piece(tensor: Any) -> bool:
+    """Whether the tensor's piece of a pack is contiguous; else the piece has the tensor's strides."""
+    return tensor.is_contiguous() or not is_dense(tensor)
 
 
 def is_dense(tensor: Any) -> bool:
@@ -428,7 +445,9 @@ def _cut(group: list[int], values: Sequence[Any], bytes_per_pack: int) -> list[l
 
 def name_of(name: str, like: Sequence[Array]) -> str:
     """Return the label of a pack: `name`, and for several arrays also their shapes."""
-    return name if len(like) == 1 else _with_shapes(name, tuple(map(_SHAPE, like)))
+    if len(like) == 1:
+        return name
+    return _with_shapes(name, tuple([array.shape for array in like]))
 
 
 @functools.lru_cache(maxsize=1024)
