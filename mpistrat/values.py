@@ -296,6 +296,11 @@ class Mirrored(DistributedValues):
         return getattr(self._read(), name)
 
 
+def first_component(value: Any) -> Any:
+    """Return the first replica's component of a distributed value, or a plain value itself."""
+    return value.values[0] if isinstance(value, DistributedValues) else value
+
+
 class PassedWhole:
     """Marks distributed values that `run` passes to every replica as a whole: variables."""
 

@@ -15,7 +15,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.machine.devices import check_device
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, check_options
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.values import DistributedValues, Mirrored, PerReplica
+from mpistrat.values import DistributedValues, Mirrored, PerReplica, first_component
 
 
 def check_destinations(destinations: Any) -> None:
@@ -60,7 +60,8 @@ def place(value: Any, destinations: Any) -> Any:
     if not isinstance(destinations, DistributedValues) or len(destinations.values) == 1:
         return value
     if isinstance(value, IndexedSlices):
-        rows, indices = place(value.values, destinations), place(value.indices, destinations)
+        rows = place(value.values, destinations)
+        indices = place(value.indices, destinations)
         parts = zip(rows.values, indices.values, strict=True)
         return Mirrored([IndexedSlices(v, i, value.dense_shape) for v, i in parts])
     components: list[Any] = []
@@ -312,4 +313,4 @@ def sums_of_rank(
     Returns: for each (value, destinations) pair, one array: the first component if the policy returned a `Mirrored`.
     """
     local = custom.batch_reduce(ReduceOp.SUM, pairs, options)
-    return [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
+    return [first_component(value) for value in local]

@@ -19,10 +19,10 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation
-from mpistrat.replicas.equal_values import first_component, is_copy_per_replica, reduce_equal
+from mpistrat.replicas.equal_values import is_copy_per_replica, reduce_equal
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.rank_reducers import RankReducers
-from mpistrat.values import DistributedValues, PerReplica
+from mpistrat.values import DistributedValues, PerReplica, first_component
 from mpistrat.variables.variable import Variable
 
 
@@ -112,12 +112,16 @@ class CrossReplicaOps:
             by_replica = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
             text = f"the all_reduce calls of the replicas differ; got {by_replica}"
             self.communicator.raise_together(InvalidArgumentError(text))
-        op, label = calls[0].op, calls[0].label
+        op = calls[0].op
+        label = calls[0].label
         values = list(zip(*(call.leaves for call in calls), strict=True))
         if self.custom is not None and op.adds_up:
+            pairs = []
             with self.communicator.raising_together():
-                operands = [PerReplica(components_of(PerReplica(value))) for value in values]
-            return self.batch_reduce(op, [(value, value) for value in operands], options)
+                for value in values:
+                    operand = PerReplica(components_of(PerReplica(value)))
+                    pairs.append((operand, operand))
+            return self.batch_reduce(op, pairs, options)
         reduced = self.over_ranks.all_reduce(op, values, options, label)
         return [
             total if arrays.is_number(total) else place(total, PerReplica(value))
@@ -176,7 +180,8 @@ class CrossReplicaOps:
             reduced = self.over_ranks.all_reduce(
                 ReduceOp.SUM, parts + counts, label=f"mean {label}"
             )
-            pairs = zip(reduced[: len(flat)], reduced[len(flat) :], strict=True)
+            count = len(flat)
+            pairs = zip(reduced[:count], reduced[count:], strict=True)
             totals = [arrays.true_divide(total, int(elements)) for total, elements in pairs]
         return accumulation.narrowed(self.communicator, totals, values)
 
@@ -347,8 +352,13 @@ def _sums_and_counts(
     sums = []
     counts = []
     for components in values:
-        dense = [accumulation.as_dense(component) for component in components]
-        axes = [arrays.check_axes(component, axis) for component in dense]
-        sums.append(list(map(arrays.sum_over, dense, axes)))
-        counts.append(list(map(arrays.count_over, dense, axes)))
+        sums_of_value = []
+        counts_of_value = []
+        for component in components:
+            dense = accumulation.as_dense(component)
+            axes = arrays.check_axes(dense, axis)
+            sums_of_value.append(arrays.sum_over(dense, axes))
+            counts_of_value.append(arrays.count_over(dense, axes))
+        sums.append(sums_of_value)
+        counts.append(counts_of_value)
     return sums, counts

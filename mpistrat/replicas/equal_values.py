@@ -21,11 +21,6 @@ def is_copy_per_replica(value: DistributedValues) -> bool:
     return isinstance(value, Mirrored)
 
 
-def first_component(value: Any) -> Any:
-    """Return the first replica's component of a distributed value, or a plain value itself."""
-    return value.values[0] if isinstance(value, DistributedValues) else value
-
-
 def reduce_equal(op: ReduceOp, value: Any) -> Any:
     """Return `value`, if its reduction over several replicas gives `value` again for any number of replicas.
 

@@ -61,10 +61,13 @@ class _Iteration:
             the last backward, the sizes of all its steps.
         """
         if self.since:
-            self.ahead = self.since - 1 if self.ahead is None else self.ahead
+            if self.ahead is None:
+                self.ahead = self.since - 1
         elif self.has_ended:  # the program has read all steps ahead
             return self.sizes
-        recent, self.recent, self.since = self.recent, set(), 0
+        recent = self.recent
+        self.recent = set()
+        self.since = 0
         return recent
 
 
@@ -187,7 +190,10 @@ class GivenSteps:
             RuntimeError: on all ranks, if `weighs`, and steps of several sizes came before the backward, not all of
                 them divisible by the number of replicas.
         """
-        last, is_of_shard, current, sizes = self._last, self._shard_is_last, [], set[int]()
+        last = self._last
+        is_of_shard = self._shard_is_last
+        current = []
+        sizes: set[int] = set()
         for iteration in self.iterations:
             if iteration.since or iteration is last:
                 is_of_shard &= not iteration.since
@@ -195,7 +201,7 @@ class GivenSteps:
                 sizes |= iteration.take_sizes()
         if not weighs or is_of_shard:
             return None
-        if len(sizes) > 1 and self._is_uneven(sizes):
+        if self._are_of_unequal_weight(sizes):
             raise RuntimeError(
                 f"backward() inside replica(): loaders gave steps of {sorted(sizes)} examples before it, not all of "
                 f"which divide by {self._num_replicas} replicas. The strategy does not know by which step gradients "
@@ -217,12 +223,16 @@ class GivenSteps:
             for iteration in self.iterations
             if iteration.since and iteration.training is not None
         }
-        if len(sizes) > 1 and self._is_uneven(sizes):
+        if self._are_of_unequal_weight(sizes):
             raise ValueError(
                 f"compute_average_loss without global_batch_size: loaders gave steps of {sorted(sizes)} examples, not "
                 f"all of which divide by {self._num_replicas} replicas, and the loss may come from any of them. Pass "
                 "global_batch_size=…, on all ranks"
             )
+
+    def _are_of_unequal_weight(self, sizes: set[int]) -> bool:
+        """Whether there are steps of several sizes, and the examples of some of them count unequally."""
+        return len(sizes) > 1 and self._is_uneven(sizes)
 
     def _is_uneven(self, sizes: set[int]) -> bool:
         """Whether a step of one of these sizes has parts of different sizes."""

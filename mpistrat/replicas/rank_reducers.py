@@ -45,7 +45,7 @@ class RankReducers:
         """
         plain = self._plain(values) if values else []
         results: dict[int, Any] = {}
-        wrapped = [i for i in values if i not in plain]
+        wrapped = sorted(values.keys() - plain)
         for reducer, chosen in ((self.of_replicas, wrapped), (self.of_plain, plain)):
             if chosen:
                 results.update(zip(chosen, reduce(reducer, chosen), strict=True))
