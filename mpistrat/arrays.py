@@ -47,8 +47,12 @@ def is_nested(array: Array) -> bool:
 
 
 def is_module(value: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    return isinstance(value, _class_in("torch.nn", "Module"))
+
+
+def _class_in(module: str, name: str) -> Any:
+    """Return the class `name` of a module; (), for `isinstance` no class, if the program has not loaded the module."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 def gradients_are_on() -> bool:
@@ -73,13 +77,11 @@ def default_device() -> AbstractContextManager[object]:
 
 def is_sharded(value: object) -> bool:
     """Whether `value` is a torch DTensor: a tensor that is split over ranks."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return isinstance(value, _class_in("torch.distributed.tensor", "DTensor"))
 
 
 def is_cupy(value: object) -> bool:
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(value, cupy.ndarray)
+    return isinstance(value, _class_in("cupy", "ndarray"))
 
 
 def is_on_gpu(array: Array) -> bool:
@@ -109,10 +111,10 @@ def is_number(value: object) -> bool:
 
 def unmasked(value: Any) -> Any:
     """Return `value` itself. Raises: TypeError for a masked array of NumPy: a copy elsewhere would lose the mask."""
-    masked = sys.modules.get("numpy.ma")
-    if masked is not None and isinstance(value, masked.MaskedArray):
+    if isinstance(value, _class_in("numpy.ma", "MaskedArray")):
+        masked = np.ma.count_masked(value)
         raise TypeError(
-            f"got a masked array, {described(value)} with {masked.count_masked(value)} masked, and its mask would be "
+            f"got a masked array, {described(value)} with {masked} masked, and its mask would be "
             "lost: expected an array without a mask. Pass array.filled(number), or the data and the mask as two arrays"
         )
     return value
@@ -137,8 +139,9 @@ def as_array(value: Any) -> Array:
 def as_operand(value: Any) -> Array:
     """Return `value` as an array by `as_array`, but make float32 of Python floats, as tf.distribute and torch do."""
     array = as_array(value)
-    made = array is not value and array.dtype.kind == "f"
-    return array.astype(np.float32) if made else array
+    if array is not value and array.dtype.kind == "f":  # made of Python floats
+        return array.astype(np.float32)
+    return array
 
 
 def dtype_name(array: Array) -> str:
@@ -148,7 +151,8 @@ def dtype_name(array: Array) -> str:
 
 def described(array: Array) -> str:
     """Return the dtype and shape of `array` for a message, such as "float32[64,1,8,8]"."""
-    return f"{dtype_name(array)}[{','.join(map(str, array.shape))}]"
+    sizes = ",".join([str(size) for size in array.shape])
+    return f"{dtype_name(array)}[{sizes}]"
 
 
 @functools.cache
@@ -187,7 +191,9 @@ def itemsize_of(dtype: Any) -> int | None:
     except TypeError:  # a dtype of torch, or the name of a dtype that NumPy lacks
         import torch
 
-        return (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        return dtype.itemsize
     return known.itemsize if known.kind in "biufcV" else None
 
 
@@ -247,7 +253,8 @@ def cast(array: Array, dtype: Any) -> Array:
     """
     xp = api.array_namespace(array)
     try:
-        return xp.astype(array, getattr(xp, dtype) if isinstance(dtype, str) else dtype)
+        known = getattr(xp, dtype) if isinstance(dtype, str) else dtype
+        return xp.astype(array, known)
     except (AttributeError, TypeError):
         library = "torch" if is_torch(array) else "NumPy"
         raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, the array's library") from None
@@ -321,8 +328,11 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
             result.index_add_(0, index, rows, alpha=alpha)
         else:
             reduction = {"mul": "prod", "div": "prod", "min": "amin", "max": "amax"}[combine]
-            index = index.view(-1, *(1,) * (rows.ndim - 1)).expand_as(rows)
-            result.scatter_reduce_(0, index, 1 / rows if combine == "div" else rows, reduction)
+            others = [1] * (rows.ndim - 1)
+            index = index.view(-1, *others).expand_as(rows)
+            if combine == "div":
+                rows = 1 / rows
+            result.scatter_reduce_(0, index, rows, reduction)
         return
     places = to_numpy(indices)
     if combine == "update":
@@ -450,11 +460,11 @@ def to_numpy(array: Array) -> np.ndarray:
     NumPy lacks bfloat16, so bfloat16 becomes float32.
     """
     host = to_host(array)
-    if is_torch(host):
-        if dtype_name(host) == "bfloat16":
-            host = host.float()
-        return host.numpy()
-    return host
+    if not is_torch(host):
+        return host
+    if dtype_name(host) == "bfloat16":
+        host = host.float()
+    return host.numpy()
 
 
 def to_device_of(array: Array, like: Array) -> Array:
@@ -477,11 +487,11 @@ def to_device(array: Array, device: str) -> Array:
     A tensor that is on `device` already is returned itself. "cpu:0" and "cpu:1" name replicas that share host memory. A
     copy from pinned memory to a GPU runs on the current stream; this function does not wait for it.
     """
-    if is_torch(array):
-        kind, _, index = device.partition(":")
-        if kind == "cpu":
-            return to_host(array) if is_on_xla(array) else array.to("cpu")
-        if kind in device_kinds and array.device.type == "cpu":
-            return device_kinds[kind].put([array], device)[0]
-        return array.to(f"{kind}:{index or 0}", non_blocking=True)
-    return array
+    if not is_torch(array):
+        return array
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return to_host(array) if is_on_xla(array) else array.to("cpu")
+    if kind in device_kinds and array.device.type == "cpu":
+        return device_kinds[kind].put([array], device)[0]
+    return array.to(f"{kind}:{index or 0}", non_blocking=True)
