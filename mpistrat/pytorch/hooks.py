@@ -251,9 +251,13 @@ class _Copying(threading.local):
 _copying = _Copying()
 
 
+def _freed() -> None:
+    """Return None, as the weak reference to a freed method does. It stands for a method that was never given."""
+
+
 def _call_for(calls: WeakIdKeyDictionary, module: torch.nn.Module) -> None:
-    reference = calls.get(module)
-    call = None if reference is None else reference()
+    reference: Callable[[], Any] = calls.get(module, _freed)
+    call = reference()
     # A replica reads its own buffers.
     if call is not None and not (has_strategy() and get_replica_context() is not None):
         call(module)
@@ -279,9 +283,11 @@ def _replace_reductions() -> None:
     @functools.wraps(original_state)
     def state_of(self: Optimizer) -> dict[str, Any]:
         kept = original_state(self)
-        reference = None if _copying.as_it_is else _state_of_copies.get(self)
-        state = None if reference is None else reference()
-        return kept if state is None else {**kept, "state": state(self)}
+        reference: Callable[[], Any] = _state_of_copies.get(self, _freed)
+        state = reference()
+        if state is None or _copying.as_it_is:
+            return kept
+        return {**kept, "state": state(self)}
 
     torch.nn.Module.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
     Optimizer.__getstate__ = state_of  # type: ignore[method-assign]
@@ -373,18 +379,16 @@ def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
 
 
 @functools.cache
-def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | None = None) -> None:
+def watch_steps(before: Callable[..., Any], after: Callable[..., Any]) -> None:
     """Register torch's global step hooks: every optimizer calls `before` and `after` around each step.
 
     A second call with the same functions does nothing.
     Args:
-        before: gets (optimizer, args, kwargs), and may return new args and kwargs; None for no hook.
-        after: gets (optimizer, args, kwargs); None for no hook.
+        before: gets (optimizer, args, kwargs), and may return new args and kwargs.
+        after: gets (optimizer, args, kwargs).
     """
-    if before is not None:
-        register_optimizer_step_pre_hook(not_compiled(before))
-    if after is not None:
-        register_optimizer_step_post_hook(not_compiled(after))
+    register_optimizer_step_pre_hook(not_compiled(before))
+    register_optimizer_step_post_hook(not_compiled(after))
 
 
 class OptimizerSteps:
@@ -408,7 +412,7 @@ def optimizer_steps() -> OptimizerSteps:
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         steps.count += 1
 
-    watch_steps(None, after)
+    register_optimizer_step_post_hook(not_compiled(after))
     return steps
 
 
