@@ -53,7 +53,7 @@ class TorchState:
         clones: dict[int, Sequence[torch.Tensor | None]] = {id(None): [None] * len(others)}
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
-            if tensor is left and (tensor is None or version(tensor) == left_version):
+            if tensor is left and version(tensor) == left_version:
                 continue
             if tensor is not None and id(tensor) not in clones:
                 # In inference mode clones would be inference tensors, and a later training could not write them.
@@ -92,7 +92,7 @@ class TorchState:
 
     def end(self) -> None:
         for slot, tensor in self._registry.own_tensors():
-            self._left[slot] = tensor, 0 if tensor is None else version(tensor)
+            self._left[slot] = tensor, version(tensor)
         self._generators[0] = _generators()
         self._seed = torch.initial_seed()
 
@@ -102,7 +102,8 @@ class TorchState:
         The modes are inference mode, whether gradients are recorded, the default device, autocast, and the
         accelerator's current stream, all as they are now.
         """
-        device, module = arrays.default_device(), _accelerator_in_use()
+        device = arrays.default_device()
+        module = _accelerator_in_use()
         modes: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
@@ -151,13 +152,16 @@ class TorchState:
 def _accelerator_in_use() -> Any:
     """Return torch's module of this process's accelerator; None without one, or if nothing has used it."""
     kind = torch_accelerator()
-    module: Any = torch.get_device_module(kind) if kind else None
-    return module if module is not None and module.is_initialized() else None
+    if not kind:
+        return None
+    module = torch.get_device_module(kind)
+    return module if module.is_initialized() else None
 
 
 def _generators() -> list[torch.Tensor]:
     """Return the state of the CPU's random generator and, if in use, of the accelerator's current device."""
-    states, module = [torch.get_rng_state()], _accelerator_in_use()
+    states = [torch.get_rng_state()]
+    module = _accelerator_in_use()
     if module is not None:
         states.append(module.get_rng_state())
     return states

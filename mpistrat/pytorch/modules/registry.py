@@ -105,9 +105,11 @@ class BufferSlot:
 Slot = ParameterSlot | BufferSlot
 
 
-def version(tensor: torch.Tensor) -> int:
-    """Return how often `tensor` has been written in place, as torch counts; 0 for an inference tensor."""
-    return 0 if tensor.is_inference() else tensor._version
+def version(tensor: torch.Tensor | None) -> int:
+    """Return how often `tensor` has been written in place, as torch counts; 0 for an inference tensor and for None."""
+    if tensor is None or tensor.is_inference():
+        return 0
+    return tensor._version
 
 
 class NewTensors(NamedTuple):
