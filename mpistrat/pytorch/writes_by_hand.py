@@ -122,12 +122,13 @@ class WritesByHand:
 
     def _is_renormalized(self, parameter: torch.Tensor) -> bool:
         """Whether forwards write `parameter`: an embedding with `max_norm` rescales the rows that it looks up."""
-        return any(
-            getattr(module, "max_norm", None) is not None
-            and any(p is parameter for p in module._parameters.values())
-            for root in self._modules()
-            for module in root.modules()
-        )
+        for root in self._modules():
+            for module in root.modules():
+                renormalizes = getattr(module, "max_norm", None) is not None
+                # A set finds a tensor by its identity.
+                if renormalizes and parameter in set(module._parameters.values()):
+                    return True
+        return False
 
 
 def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
