@@ -171,17 +171,17 @@ def _sums_of_all(
     means = groups["mean"]
     is_first = parts.group.first_replica_id == 0
     packs: list[_BytePack] = []
-    contributions = [copies[i] for i in means]
+    contributions = []
     if parts.replicas.records_steps:  # the sum covers all replicas that run one program
-        sums_of_rank = [
-            parts.replicas.sum_of_rank(tensors[0].detach()) for tensors in contributions
-        ]
-        contributions = [[total] for total in sums_of_rank]
+        for i in means:
+            sum_of_rank = parts.replicas.sum_of_rank(copies[i][0].detach())
+            contributions.append([sum_of_rank])
         if groups["sum"] + groups["min"] + groups["max"]:
             raise NotImplementedError(
                 "with TPUs, reduce_buffers takes mean, first and local: no sum, min and max"
             )
     else:
+        contributions = [copies[i] for i in means]
         packs = _byte_packs(copies, means, groups["first"])
     for i in groups["sum"]:
         increments = [copy - slots[i].base for copy in copies[i]]

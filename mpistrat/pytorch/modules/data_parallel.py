@@ -16,8 +16,8 @@ _WRAPPERS = {
 def wrapper_of(module: torch.nn.Module) -> str:
     """Return the class name if `module` is torch's `DistributedDataParallel` or `FullyShardedDataParallel`; else ""."""
     for loaded, name in _WRAPPERS.items():
-        cls = getattr(sys.modules.get(loaded), name, None)
-        if cls is not None and isinstance(module, cls):
+        cls = getattr(sys.modules.get(loaded), name, ())  # nothing is an instance of ()
+        if isinstance(module, cls):
             return name
     return ""
 
