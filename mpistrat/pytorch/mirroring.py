@@ -49,9 +49,11 @@ class Mirroring(StrategyModules):
     def __init__(self, parts: ModuleParts, shared_parameters: bool = False) -> None:
         self._communicator = parts.group.communicator
         self._is_alone = parts.group.num_replicas_in_sync == 1
-        shares = shared_parameters and not self._is_alone
-        self._shared = SharedParameters(self._communicator) if shares else None
-        slice_steps = None if self._shared is None else SliceSteps(self._shared)
+        self._shared: SharedParameters | None = None
+        slice_steps: SliceSteps | None = None
+        if shared_parameters and not self._is_alone:
+            self._shared = SharedParameters(self._communicator)
+            slice_steps = SliceSteps(self._shared)
         registry = Registry()
         super().__init__(parts, registry, reducer.GradientReducer(parts, registry, slice_steps))
         made_in_run = self.reducer.arrivals.made_in_run
@@ -71,7 +73,9 @@ class Mirroring(StrategyModules):
         Called by: every rank, at the end of `scope()` and before each `run`. Collective if there is such a tensor.
         Returns: the tensors that were mirrored now; both lists are empty if there were none.
         """
-        new = NewTensors([] if self._shared is None else self._shared.moved(self.registry), [])
+        new = NewTensors([], [])
+        if self._shared is not None:
+            new.parameters.extend(self._shared.moved(self.registry))
         if self.recorder.changed:
             self.recorder.changed = False
             roots = self.recorder.roots()
