@@ -107,14 +107,16 @@ def bring_states(parameters: Collection[torch.Tensor]) -> None:
     Step counts stay on the host, as after `load_state_dict`, unless the optimizer is capturable or fused.
     Args: parameters: the parameters that were moved.
     """
-    moved = set(map(id, parameters))
+    moved = set(parameters)
     # Only the garbage collector knows all optimizers: a program may make one outside the scope, and restore it inside.
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)] if moved else []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             counts_on_host = not (group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {}) if id(parameter) in moved else {}
+                if parameter not in moved:
+                    continue
+                state = optimizer.state.get(parameter, {})
                 for key, value in state.items():
                     if not (key == "step" and counts_on_host):
                         state[key] = _on(parameter.device, value)
