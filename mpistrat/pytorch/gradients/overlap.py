@@ -243,12 +243,11 @@ class Overlap:
         The side stream gets a communication thread if the host has to wait for the sums.
         """
         communicator = self._communicator
-        is_host = device.type == "cpu"
-        if not (is_host or self._wires.wait_for_host(communicator.ordered_by_streams)):
+        if device.type == "cpu":
+            return CommunicationThread.of_same_ranks(communicator)
+        if not self._wires.wait_for_host(communicator.ordered_by_streams):
             return SideStream(device, communicator)
         thread = CommunicationThread.of_same_ranks(communicator)
-        if is_host:
-            return thread
         if communicator.use_devices_in is not None:
             communicator.use_devices_in(thread.communicator)
         self._why += "; a thread of each rank waits for the sums, and backward() for the thread"
@@ -274,11 +273,16 @@ class Overlap:
         sequential, overlapped = self._seconds
         if len(overlapped) < _UNTIMED + _TIMED:
             return
-        medians = np.array([statistics.median(way[_UNTIMED:]) for way in (sequential, overlapped)])
+        without_overlap = statistics.median(sequential[_UNTIMED:])
+        with_overlap = statistics.median(overlapped[_UNTIMED:])
+        medians = np.array([without_overlap, with_overlap])
         self._communicator.all_reduce(medians, reducing("max", "times of backward()"))
-        self._overlaps = self.may_come = bool(medians[1] < _GAIN * medians[0])
+        without_overlap, with_overlap = medians.tolist()
+        self.may_come = with_overlap < _GAIN * without_overlap
+        self._overlaps = self.may_come
         self._why = (
-            f"measured {medians[1] * 1e3:.3g} ms with overlap, {medians[0] * 1e3:.3g} ms without"
+            f"measured {with_overlap * 1e3:.3g} ms with overlap, "
+            f"{without_overlap * 1e3:.3g} ms without"
         )
 
 
