@@ -67,17 +67,19 @@ class ParameterPages:
 
         The slice is the part of the parameter in this rank's part of the memory. (0, 0): the slice is empty.
         """
-        first, end = max(self.first, memory.first), min(self.end, memory.end)
+        first = max(self.first, memory.first) - self.first
+        end = min(self.end, memory.end) - self.first
+        if first >= end:
+            return (0, 0)
         size = self.dtype.itemsize
-        return ((first - self.first) // size, (end - self.first) // size) if first < end else (0, 0)
+        return (first // size, end // size)
 
     def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements of `tensor` as one dimension, in the memory order of the parameter.
 
         The result is a view of `tensor`, or a copy if `tensor` is sparse or has other strides.
         """
-        if tensor.layout is not torch.strided:
-            tensor = tensor.to_dense()
+        tensor = tensor.to_dense()
         if tensor.stride() != self.stride:
             tensor = tensor.new_empty_strided(self.shape, self.stride).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
