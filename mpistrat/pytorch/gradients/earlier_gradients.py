@@ -106,14 +106,18 @@ class EarlierGradients:
 
     def _keep(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
-            local, reduced = None if parameter is None else parameter.grad, earlier.get(i)
-            if local is not None:
-                self._local.add(slot)
-                if reduced is not None:
-                    parameter.grad = combined = reduced + local
-                    self._splits[slot] = _Split(combined, combined._version, reduced, local)
-            elif parameter is not None:
+            if parameter is None:
+                continue
+            local = parameter.grad
+            reduced = earlier.get(i)
+            if local is None:
                 parameter.grad = reduced
+                continue
+            self._local.add(slot)
+            if reduced is not None:
+                combined = reduced + local
+                parameter.grad = combined
+                self._splits[slot] = _Split(combined, combined._version, reduced, local)
 
     def undo(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
         """Put the gradients `earlier` back into `.grad` after a failed backward.
