@@ -121,16 +121,17 @@ class Collectives:
         """
         here = self._rank == root
         for i, tensor in enumerate(tensors):
+            outs: Tensors = ()
             if here:
-                _check_one_a_rank(self.communicator, "gather", lists[i])
+                outs = lists[i]
+                _check_one_a_rank(self.communicator, "gather", outs)
             rows = read(tensor).reshape(1, -1)
             sent, received = _one_row_to(root, self.communicator)
             gathered = rows.new_empty((sum(received), rows.shape[1]))
             label = f"gather of {tuple(tensor.shape)} to {root}"
             self.communicator.all_to_all(rows, gathered, sent, received, label=label)
-            if here:
-                for out, part in zip(lists[i], gathered, strict=True):
-                    out.detach().copy_(part.view(out.shape))
+            for out, part in zip(outs, gathered, strict=True):
+                out.detach().copy_(part.view(out.shape))
 
     def scatter(self, outs: Tensors, lists: Sequence[Tensors], root: int) -> None:
         """Send each rank its tensors from rank `root`.
@@ -160,7 +161,8 @@ class Collectives:
             parts = buffer.reshape(-1)
             whole = apart(source, buffer).reshape(-1)
             if whole.dtype is torch.bool:
-                whole, parts = whole.view(torch.uint8), parts.view(torch.uint8)
+                whole = whole.view(torch.uint8)
+                parts = parts.view(torch.uint8)
             self.communicator.reduce_scatter(whole, parts, how.reduction)
             if how.divisor is not None:
                 buffer.div_(how.divisor, rounding_mode="trunc")
