@@ -119,23 +119,28 @@ class ClusterResolver(ABC):
             (both may be None in a cluster of one worker); or if the cluster is empty and `task_id` is above 0.
         """
         spec = self.cluster_spec()
-        if not spec and self.task_id:
-            raise ValueError(
-                f"{type(self).__name__}: task_type={self.task_type!r:.80} and task_id={self.task_id} name a task "
-                "beside others, but the cluster has none; give the cluster, too"
-            )
-        if not spec or self.task_type == "evaluator":
+        task_type = self.task_type
+        task_id = self.task_id
+        if not spec:
+            if task_id:
+                raise ValueError(
+                    f"{type(self).__name__}: task_type={task_type!r:.80} and task_id={task_id} name a task "
+                    "beside others, but the cluster has none; give the cluster, too"
+                )
+            return Topology.single()
+        if task_type == "evaluator":
             return Topology.single()
         hosts = [host_of(address) for address in worker_addresses(spec)]
-        task = self.task_type, self.task_id
+        task = (task_type, task_id)
         if task == (None, None) and len(hosts) == 1:
             return Topology.from_hosts(0, hosts, self.launcher)
         if None in task:
             raise ValueError(
-                f"{type(self).__name__}: the cluster has {len(hosts)} workers, but task_type={task[0]!r} and "
-                f"task_id={task[1]!r} do not say which of them this process is; give both"
+                f"{type(self).__name__}: the cluster has {len(hosts)} workers, but task_type={task_type!r} and "
+                f"task_id={task_id!r} do not say which of them this process is; give both"
             )
-        return Topology.from_hosts(id_in_cluster(spec, *task), hosts, self.launcher)
+        rank = id_in_cluster(spec, task_type, task_id)
+        return Topology.from_hosts(rank, hosts, self.launcher)
 
 
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:
@@ -144,5 +149,4 @@ def format_master_url(master: str, rpc_layer: str | None = None) -> str:
 
 def host_of(address: str) -> str:
     """Return `address` without its port: "n1" for "n1:8888" and for "n1", "[fe80::1]" for "[fe80::1]:80"."""
-    with_port = re.fullmatch(r"(.*\]|[^:]*):\d+", address, re.DOTALL)
-    return with_port[1] if with_port else address
+    return re.sub(r"\A(.*\]|[^:]*):\d+\Z", r"\1", address, flags=re.DOTALL)
