@@ -123,17 +123,19 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
             f"ClusterSpec: the tasks of job {job!r:.200} must be a list or a dict of addresses, got "
             f"{tasks!r:.200}"
         )
-    indexed = {_index(job, index): address for index, address in tasks.items()}
-    if len(indexed) < len(tasks):
-        raise ValueError(
-            f"ClusterSpec: a task index of job {job!r:.200} is given twice in {tasks!r:.200}"
-        )
-    for index, address in indexed.items():
+    indexed: dict[int, str] = {}
+    for given, address in tasks.items():
+        index = _index(job, given)
+        if index in indexed:
+            raise ValueError(
+                f"ClusterSpec: a task index of job {job!r:.200} is given twice in {tasks!r:.200}"
+            )
         if not isinstance(address, str):
             raise TypeError(
                 f"ClusterSpec: the address of task {index} of job {job!r:.200} must be a str, got "
                 f"{address!r:.200}"
             )
+        indexed[index] = address
     return indexed
 
 
