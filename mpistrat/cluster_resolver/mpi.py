@@ -165,24 +165,25 @@ def _refuse_in_worker() -> None:
     The child is no rank, so MPI_Init would wait for ranks that never come. A child that is still importing the main
     program exits with code 78 instead. In any other process, do nothing.
     """
-    multiprocessing = sys.modules.get("multiprocessing")  # every child has loaded it
-    if multiprocessing is None:
-        return
-    process = multiprocessing.current_process()
-    # While a child imports the main program, parent_process() is still None.
-    child = multiprocessing.parent_process() or getattr(process, "_inheriting", False)
     of_rank = rank_pid()
-    if child and of_rank not in ("", str(os.getpid())):
-        text = (
-            f"MPI was to be started in a worker process (pid {os.getpid()}) of a rank (pid {of_rank}), where no "
-            f"strategy can be built. {GUARD_PROGRAM}"
-        )
-        if not multiprocessing.parent_process():  # tracebacks of many workers would hide the text
-            rank, _ = launcher.certain_rank() or (0, 1)
-            if rank == 0 and process.name.endswith("-1"):
-                say(f"mpistrat: {text}\n")
-            os._exit(EXIT_CODE_OF_REFUSED_WORKER)
+    own = str(os.getpid())
+    if of_rank in ("", own):
+        return
+    import multiprocessing  # imported here, because only a child of a rank needs it
+
+    text = (
+        f"MPI was to be started in a worker process (pid {own}) of a rank (pid {of_rank}), where no "
+        f"strategy can be built. {GUARD_PROGRAM}"
+    )
+    if multiprocessing.parent_process() is not None:
         raise RuntimeError(text)
+    # While a child imports the main program, parent_process() is still None.
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):  # tracebacks of many workers would hide the text
+        rank, _ = launcher.certain_rank() or (0, 1)
+        if rank == 0 and process.name.endswith("-1"):
+            say(f"mpistrat: {text}\n")
+        os._exit(EXIT_CODE_OF_REFUSED_WORKER)
 
 
 def import_mpi() -> tuple[Any, list[str]]:
