@@ -92,8 +92,8 @@ def job_roles(
     chief = _agreed_chief(claims)
     task_claims.check_same_cluster(claims)
     if num_ps is not None:
-        servers = _servers_by_node(topology, num_ps, chief)
-        return _of_servers(topology, servers, [0] if chief else [])
+        chiefs = [0] if chief else []
+        return _of_servers(topology, _servers_by_node(topology, num_ps, chiefs), chiefs)
     if (spec := claims[0].cluster_spec) is not None:
         return JobRoles(topology.rank, _claimed_tasks(spec, claims, chief), spec)
     return _of_components(topology, [claim.component for claim in claims], chief)
@@ -101,7 +101,7 @@ def job_roles(
 
 def check_num_ps(num_ps: Any) -> None:
     """Raise ValueError unless `num_ps`, a strategy's number of parameter servers, is an int from 1 on."""
-    if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
+    if type(num_ps) is not int or num_ps < 1:
         raise ValueError(
             f"num_ps={num_ps!r:.80} must be the number of parameter servers, 1 or more"
         )
@@ -167,11 +167,11 @@ def _arguments_of(claim: _RoleClaim) -> str:
     return f"num_ps={claim.num_ps} {'with' if claim.chief else 'without'} a chief"
 
 
-def _servers_by_node(topology: Topology, num_ps: int, chief: bool) -> list[int]:
-    least = num_ps + (2 if chief else 1)
+def _servers_by_node(topology: Topology, num_ps: int, chiefs: Sequence[int]) -> list[int]:
+    least = len(chiefs) + 1 + num_ps
     if topology.size < least:
         raise ValueError(
-            f"num_ps={num_ps} needs {least} ranks or more, {'a chief, ' if chief else ''}a worker and the parameter "
+            f"num_ps={num_ps} needs {least} ranks or more, {'a chief, ' if chiefs else ''}a worker and the parameter "
             f"servers, but {topology.size} were started: mpirun -n {least} python …, or a smaller num_ps"
         )
     nodes = reversed(range(topology.num_nodes))
