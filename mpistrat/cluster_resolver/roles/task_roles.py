@@ -66,7 +66,7 @@ def validated_cluster(
     if task_type not in spec.jobs:
         raise ValueError(f"task_type={task_type!r} is not in the cluster: its jobs are {spec.jobs}")
     count = spec.num_tasks(task_type)
-    if task_id is None or not 0 <= task_id < count:
+    if task_id not in range(count):
         raise ValueError(
             f"task_id={task_id!r} is not one of the {count} tasks of job {task_type!r} (0..{count - 1})"
         )
