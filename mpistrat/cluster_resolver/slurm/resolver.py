@@ -319,8 +319,6 @@ def _counts(name: str, counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _count(name: str, value: int | str) -> int:
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not re.fullmatch(r"[0-9]{1,9}", str(value)):  # True, 1.0 and -1 do not match
         raise ValueError(f"{name}={value!r}: expected a number from 0 on")
-    return value
+    return int(value)
