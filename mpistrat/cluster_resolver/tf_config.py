@@ -81,10 +81,10 @@ class TFConfigClusterResolver(ClusterResolver):
         if value is None:
             key = {"task_type": "type", "task_id": "index"}.get(name)
             value = self._task().get(key) if key else self._config().get(name)
-        return None if value is None else _READ[name](value)
+        return _read(name, value)
 
     def _set(self, name: str, value: Any) -> None:
-        super()._set(name, None if value is None else _READ[name](value))
+        super()._set(name, _read(name, value))
 
     def _config(self) -> dict[str, Any]:
         environ = os.environ if self._environ is None else self._environ
@@ -132,11 +132,14 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _index(index: Any) -> int:
-    text = str(index) if type(index) in (int, str) else ""
-    if not re.fullmatch(r"[0-9]{1,18}", text):
+    if not re.fullmatch(r"[0-9]{1,18}", str(index)):  # True and 1.0 do not match
         raise ValueError(f"a task index must be a number from 0 on, got {index!r:.80}")
-    return int(text)
+    return int(index)
 
 
 # Functions that convert the values of a resolver, by the value's name
 _READ: dict[str, Callable[[Any], Any]] = {"task_type": str, "task_id": _index, "rpc_layer": str}
+
+
+def _read(name: str, value: Any) -> Any:
+    return None if value is None else _READ[name](value)
