@@ -78,7 +78,7 @@ class TPUClusterResolver(ClusterResolver):
         self._environ = environ
         self._local = tpu == _LOCAL
         self._endpoints = _endpoints(tpu)
-        name = tpu if isinstance(tpu, str) and not self._local and not self._endpoints else None
+        name = None if self._endpoints else tpu
         self._asked = {"name": name, "zone": zone, "project": project}
 
     def slice(self) -> TPUSlice | None:
@@ -96,7 +96,7 @@ class TPUClusterResolver(ClusterResolver):
         found = discover_slice(self._environ, [host_of(e) for e in self._endpoints])
         for what, asked in self._asked.items():
             actual = getattr(found, what)
-            if actual and asked not in (None, "", actual):
+            if asked and actual not in ("", asked):
                 raise ValueError(
                     f"TPUClusterResolver: {what}={asked!r:.80}, but this host belongs to a "
                     f"{found.accelerator_type} whose {what} is {actual!r:.80}: start the ranks on the hosts of "
