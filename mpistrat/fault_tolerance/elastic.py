@@ -75,12 +75,14 @@ def run_elastic(
         'trained'
     """
     for name, value in {"min_replicas": min_replicas, "steps_per_copy": steps_per_copy}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r:.60}")
     over = MPIClusterResolver(comm).comm
     survivors = None if over is None or over.Get_size() == 1 else _survivors_of(over)
     elastic = Elastic(over, survivors, min_replicas, steps_per_copy)
-    return train(elastic) if survivors is None else _go_on_with(train, elastic, survivors)
+    if survivors is None:
+        return train(elastic)
+    return _go_on_with(train, elastic, survivors)
 
 
 def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
@@ -110,6 +112,7 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
             results.clear()
             try:
                 survivors.meet()
+                elastic.comm = survivors.comm
                 move_default_group(survivors.comm, again=backend)
                 with leaving_what_is_entered():
                     result = train(elastic)
@@ -159,7 +162,7 @@ class Elastic:
         min_replicas: int,
         steps_per_copy: int,
     ) -> None:
-        self.comm = comm if survivors is None else survivors.comm
+        self.comm = comm
         self.step = 0
         self._survivors = survivors
         self._min_replicas = min_replicas
@@ -268,7 +271,7 @@ class Elastic:
         self._num_kept += 1
 
     def _recover(self, survivors: Survivors, noticed: float) -> None:
-        """Replace `comm`, free the old model and strategy, and go back to the last step that all ranks have committed.
+        """Free the old model and strategy, and go back to the last step that all ranks have committed.
 
         Called by: every rank that is left, before `train` is called again.
         Args:
@@ -282,7 +285,6 @@ class Elastic:
         if self._loss is not None:  # another rank was lost during the last recovery
             lost, (_, size, noticed) = self._loss[0] + lost, self._loss
         self._loss = lost, size, noticed
-        self.comm = survivors.comm
         leave_default_group()
         self._checkpoint = None
         gc.collect()  # frees the model, the strategy and their memory
