@@ -69,9 +69,11 @@ class Survivors:
         comm = self.comm
         rank = comm.rank
         size = comm.size
+        distances = {1, (size + 1) // 2} if size > 1 else set()
         with self.reported_as("exchange of states", self.communicator.contract.calls):
-            for away in {1, 2 if size == 3 else size // 2} if size > 1 else ():
-                to, of = (rank + away) % size, (rank - away) % size
+            for away in distances:
+                to = (rank + away) % size
+                of = (rank - away) % size
                 states[of] = comm.sendrecv(states[rank], to, source=of)
 
     def all_done(self, done: bool) -> bool:
