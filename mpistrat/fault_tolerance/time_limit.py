@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from mpistrat.cluster_resolver.slurm.job import SlurmJob
@@ -29,8 +30,6 @@ class TimeLimit:
         end = self._end = SimpleNamespace(time=math.inf if end_time is None else end_time)
         if job is None or end_time is not None:
             return
-        if job.end_time is not None:
-            end.time = job.end_time
 
         def ask() -> bool:
             end.time = job.ask_end_time(_SECONDS_TO_ANSWER)
@@ -45,8 +44,11 @@ class TimeLimit:
                 "unless a signal announces it (sbatch --signal), or TerminationConfig(end_time=...) gives it"
             )
 
-        # If Slurm has given the end time at the start of the job, a failure to ask again is not reported.
-        explain_failure = explain if job.end_time is None else None
+        explain_failure: Callable[[str], str] | None = explain
+        if job.end_time is not None:
+            # Slurm has given the end time at the start of the job, so a failure to ask again is not reported.
+            end.time = job.end_time
+            explain_failure = None
         keep_asking(self, "mpistrat time limit", ask, pause, explain_failure)
 
     def seconds_left(self) -> float:
