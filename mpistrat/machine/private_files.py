@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -37,11 +38,7 @@ def make_folder(path: str) -> None:
 
     Raises: OSError if a folder cannot be made, or if `path` is a file.
     """
-    parent = os.path.dirname(path)
-    if parent and not os.path.isdir(parent):
-        make_folder(parent)
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
+    folder = Path(path)
+    if not folder.parent.is_dir():
+        make_folder(str(folder.parent))
+    folder.mkdir(mode=0o700, exist_ok=True)
