@@ -158,11 +158,10 @@ class TpuTopology:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TpuTopology):
             return NotImplemented
-        same_mesh = np.array_equal(self._mesh_shape, other._mesh_shape)
-        return same_mesh and np.array_equal(self._device_coordinates, other._device_coordinates)
+        return self.serialized() == other.serialized()
 
     def __hash__(self) -> int:
-        return hash((self._mesh_shape.tobytes(), self._device_coordinates.tobytes()))
+        return hash(self.serialized())
 
     def __repr__(self) -> str:
         return (
