@@ -280,12 +280,13 @@ def _outline_of(step: Sequence[Any]) -> Any:
 
     Returns: None if `step` has no batch; the ValueError if a batch of no examples cannot be made.
     """
-    for entry in filter(_has_examples, step):
-        try:
-            return (nest.map_structure(_on_host, without_examples(entry)),)
-        except Exception as error:
-            return ValueError(str(error))
-    return None
+    batch = _first_batch(step)
+    if batch is MISSING:
+        return None
+    try:
+        return (nest.map_structure(_on_host, without_examples(batch)),)
+    except Exception as error:
+        return ValueError(str(error))
 
 
 def _on_host(leaf: Any) -> Any:
@@ -296,10 +297,14 @@ def _has_examples(entry: Any) -> bool:
     return entry is not MISSING and entry is not EMPTY
 
 
+def _first_batch(step: Sequence[Any]) -> Any:
+    """Return the first entry of `step` that has examples; MISSING without such an entry."""
+    return next(filter(_has_examples, step), MISSING)
+
+
 def _is_batched(step: ReplicaPieces) -> bool:
     """Whether the step has arrays with dimensions. Numbers alone cannot be made a batch of no examples."""
-    entry = next(filter(_has_examples, step), None)
-    return not all(map(_is_number, nest.flatten(entry)))
+    return not all(map(_is_number, nest.flatten(_first_batch(step))))
 
 
 def _is_number(leaf: Any) -> bool:

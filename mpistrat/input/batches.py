@@ -60,8 +60,11 @@ class Batches:
         return nest.map_structure(piece, batch, lists_of_examples(batch, self.size(batch)))
 
     def join(self, parts: list[Any]) -> Any:
-        lists = [lists_of_examples(part, self.size(part)) for part in parts]
-        return _combined(_joined, [*map(nest.take_apart, parts, lists)])
+        apart = []
+        for part in parts:
+            is_leaf = lists_of_examples(part, self.size(part))
+            apart.append(nest.take_apart(part, is_leaf))
+        return _combined(_joined, apart)
 
 
 def _joined(leaves: tuple[Any, ...]) -> Any:
@@ -73,8 +76,10 @@ def _joined(leaves: tuple[Any, ...]) -> Any:
 
 def _sizes_of(lists: list[Any]) -> set[Any]:
     """Return the numbers of examples that a batch of `lists` alone may have."""
-    known = {len(part) for part in lists} | {rows_of(leaf) for leaf in nest.flatten(lists)}
-    return {size for size in known - {None} if all(_readings(part, size) for part in lists)}
+    lengths = {len(part) for part in lists}
+    rows = {rows_of(leaf) for leaf in nest.flatten(lists)}
+    known = (lengths | rows) - {None}
+    return {size for size in known if all(_readings(part, size) for part in lists)}
 
 
 def _readings(part: Any, count: int | None) -> int:
@@ -103,9 +108,10 @@ def _combined(fn: Callable[[tuple[Any, ...]], Any], apart: list[Any]) -> Any:
     Raises: ValueError if the structures differ.
     """
     leaves, shapes, arrange = zip(*apart, strict=True)
-    if len({*shapes}) > 1:
+    different = sorted({*shapes})
+    if len(different) > 1:
         raise ValueError(
-            f"the dataset changes its structure: elements must be alike, got {' and '.join(sorted({*shapes})[:2])}"
+            f"the dataset changes its structure: elements must be alike, got {' and '.join(different[:2])}"
         )
     return arrange[0]([fn(column) for column in zip(*leaves, strict=True)])
 
@@ -177,7 +183,7 @@ def explain_empty_batch(error: Exception, arguments: Any) -> None:
     rows: list[int | None] = []
     for leaf in nest.flatten(arguments):
         values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
-        rows += map(rows_of, values)
+        rows += [rows_of(value) for value in values]
     if 0 not in rows:
         return
     note = (

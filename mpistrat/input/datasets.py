@@ -36,9 +36,11 @@ class _Batching:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r:.60}")
         self.batch_size = operator.index(batch_size)
         self.drop_last = drop_last
-        self.program_collate, self.collate = collate_fn, collate_fn or collate
+        self.program_collate = collate_fn
+        self.collate = collate_fn or collate
         self.epoch = 0
-        self._shuffle, self._seed = shuffle, operator.index(seed)
+        self._shuffle = shuffle
+        self._seed = operator.index(seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration read epoch number `epoch`.
@@ -136,8 +138,9 @@ class BatchedDataset(_Batching):
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return map(self.collate, map(self.fetch, self.index_batches(epoch)))
+        batches = self.index_batches(self.epoch)
+        self.epoch += 1
+        return map(self.collate, map(self.fetch, batches))
 
     def index_batches(self, epoch: int) -> Iterator[list[int]]:
         """Yield the indices of the examples of each batch of an epoch, as lists of int."""
@@ -158,8 +161,10 @@ class BatchedDataset(_Batching):
         """
         if self.of_arrays:
             # A slice gives views, so consecutive examples are not copied.
+            where: Any = indices
             span = range(indices[0], indices[-1] + 1)
-            where: Any = slice(span.start, span.stop) if indices == [*span] else indices
+            if indices == list(span):
+                where = slice(span.start, span.stop)
             return nest.map_structure(operator.itemgetter(where), self._dataset)
         return fetch(self._dataset, indices)
 
@@ -234,8 +239,9 @@ class FileDataset(_Batching):
         return self._order_of(len(self.files), epoch).tolist()
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        examples = (example for i in self.order(epoch) for example in self.reader(self.files[i]))
+        order = self.order(self.epoch)
+        self.epoch += 1
+        examples = (example for i in order for example in self.reader(self.files[i]))
         batches = pieces_of_examples(examples, [self.batch_size], drop_last=self.drop_last)
         return map(self.collate, batches)
 

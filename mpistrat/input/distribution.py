@@ -57,14 +57,15 @@ def distribute_from_function(
         partial: whether an epoch may go on as long as any replica has data. The strategy must allow it, too.
     Raises: ValueError if a result is not iterable.
     """
+    number = extended.input.share.pieces[0]
+    safe = []
     for dataset in datasets:
         if not isinstance(dataset, Iterable):
             raise ValueError(
                 "a dataset function must return a dataset, which must be an iterable of batches; got "
                 f"{dataset!r:.60}"
             )
-    number = extended.input.share.pieces[0]
-    safe = [safe_dataset(dataset, seed_id=number) for dataset in datasets]
+        safe.append(safe_dataset(dataset, seed_id=number))
     reader = FunctionReader(safe, extended.num_local_replicas)
     partial = partial and extended.input.partial_steps
     return DistributedDataset(reader, extended, options, datasets[0], partial)

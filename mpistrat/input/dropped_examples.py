@@ -68,9 +68,11 @@ class DroppedExamples:
             expected: the numbers of examples with None counted, for each replica of this rank and, last, for all.
         Raises: the error of `collate_fn`, if it does not take a list of None.
         """
-        came = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
-        step[:] = map(batch_of, step)
-        words = np.array([came.sum(), sum(map(_rows, step, came.tolist()))])
+        dropped = [entry.dropped if isinstance(entry, Collated) else 0 for entry in step]
+        came = expected[:-1] - dropped
+        step[:] = [batch_of(entry) for entry in step]
+        rows_of_rank = sum(map(_rows, step, came.tolist()))
+        words = np.array([came.sum(), rows_of_rank])
         here, rows_here = words.tolist()
         communicator.all_reduce(words, reducing("sum", "examples that came"))
         total, rows = words.tolist()
@@ -87,7 +89,9 @@ class DroppedExamples:
                 "the first rank, and gradients count each rank by its examples. If collate_fn leaves some out, let the "
                 "dataset give None for them: None does not count. If it packs examples, nothing is wrong"
             )
-        step[:] = [b if n else EMPTY for b, n in zip(step, came, strict=True)]
+        for i, number in enumerate(came):
+            if not number:
+                step[i] = EMPTY
         step.examples = np.append(came, total)
 
 
@@ -97,12 +101,14 @@ def _rows(batch: Any, count: int) -> int:
     Otherwise return `count`, the number of the batch's examples that came. Return it, too, if the batch may be a list
     of examples (`count` divides the number of arrays), or if all arrays have another dimension of size `count`.
     """
-    found = [leaf for leaf in nest.flatten(batch) if rows_of(leaf) is not None]
-    leaves = [leaf for leaf in found if not arrays.is_nested(leaf)]
-    firsts = {int(leaf.shape[0]) for leaf in leaves}
-    if not count or len(firsts) != 1 or len(leaves) % count == 0:
+    shapes = []
+    for leaf in nest.flatten(batch):
+        if rows_of(leaf) is not None and not arrays.is_nested(leaf):
+            shapes.append(tuple(leaf.shape))
+    firsts = {int(shape[0]) for shape in shapes}
+    if not count or len(firsts) != 1 or len(shapes) % count == 0:
         return count
-    everywhere = set.intersection(*(set(leaf.shape) for leaf in leaves))
+    everywhere = set(shapes[0]).intersection(*shapes)
     return count if count in everywhere else firsts.pop()
 
 

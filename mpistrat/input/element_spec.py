@@ -34,11 +34,15 @@ class ArraySpec:
     @classmethod
     def of(cls, array: Array) -> ArraySpec:
         """Return the spec of a NumPy, torch or CuPy array, with the array's sizes. The dtype of any text is "str"."""
-        library = (
-            "torch" if arrays.is_torch(array) else "cupy" if arrays.is_cupy(array) else "numpy"
-        )
-        text = library == "numpy" and array.dtype.kind in "US"
-        return cls(tuple(array.shape), "str" if text else arrays.dtype_name(array), library)
+        library = "numpy"
+        if arrays.is_torch(array):
+            library = "torch"
+        elif arrays.is_cupy(array):
+            library = "cupy"
+        dtype = arrays.dtype_name(array)
+        if library == "numpy" and array.dtype.kind in "US":
+            dtype = "str"
+        return cls(tuple(array.shape), dtype, library)
 
     def with_batch(self, size: int | None) -> ArraySpec:
         """Return the spec with first dimension `size`; a scalar's spec stays as it is."""

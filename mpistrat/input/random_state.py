@@ -46,9 +46,11 @@ class RandomState:
     }
 
     def __init__(self, loader: data.DataLoader[Any]) -> None:
-        owners = (loader, *samplers_of(loader))
-        generators = [getattr(owner, "generator", None) for owner in owners]
-        self._of_owners = [g for g in generators if isinstance(g, torch.Generator)]
+        self._of_owners: list[torch.Generator] = []
+        for owner in (loader, *samplers_of(loader)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                self._of_owners.append(generator)
         # Samplers without a generator draw from the generator of the default device.
         default: Any = default_device()
         self._devices = [default] if getattr(default, "type", None) == torch_accelerator() else []
@@ -71,9 +73,11 @@ class RandomState:
             steps: number of steps of this epoch that are done. With 0 the state was saved between two epochs. If the
                 program then seeds a generator, or draws from it, before the epoch, its own numbers count.
         """
-        present, saved = self.capture(), state or {}
+        present = self.capture()
+        saved = state or {}
         self.put_back({**present, "own": saved.get("own", present["own"])})
-        self._begin_at, self._in_epoch = saved, bool(steps)
+        self._begin_at = saved
+        self._in_epoch = bool(steps)
         self.remember()
         generator_states.loaded.add(self)
 

@@ -297,12 +297,15 @@ class ReplayedReader(GlobalReader):
 
     def load_state(self, communicator: Communicator, state: State) -> None:
         random = state["random"]
-        random = random if self.same_for_any_ranks else random[communicator.rank]
+        if not self.same_for_any_ranks:
+            random = random[communicator.rank]
         self._random.begin_at(random, state["steps"])
 
     def state_schema(self) -> dict[str, Any]:
-        schema = self._random.schema
-        return {"random": schema if self.same_for_any_ranks else [schema]}
+        schema: Any = self._random.schema
+        if not self.same_for_any_ranks:
+            schema = [schema]
+        return {"random": schema}
 
 
 class BatchReader(ReplayedReader):
@@ -449,7 +452,7 @@ class FunctionReader(Reader):
             yield step
 
     def num_steps(self) -> int | None:
-        lengths = [*map(length_of, self._datasets)]
+        lengths = [length_of(dataset) for dataset in self._datasets]
         if UNKNOWN_CARDINALITY in lengths:
             return None
         return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)

@@ -28,15 +28,13 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
     sizes = [leaf.shape[dim] for leaf in nest.flatten(values)]
-    if any(size != sizes[0] for size in sizes):
+    if sizes != sizes[:1] * len(sizes):
         raise ValueError(
             f"shard divides dimension {dim} of its arrays, which must have the same size there; got {sizes}. Leave out "
             "arrays that each replica needs whole, like weights of classes. Call shard once for each other size"
         )
     extended.given_steps.distributed = True
-    torch: Any = sys.modules.get("torch")
-    is_compiling = torch is not None and torch.compiler.is_compiling()
-    if not is_compiling and arrays.gradients_are_on():
+    if arrays.gradients_are_on() and not sys.modules["torch"].compiler.is_compiling():
         _remember(strategy, values, parts, dim)
     return parts
 
@@ -52,9 +50,10 @@ def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
     examples = strategy.extended.given_steps.examples
     known = None if examples is None else examples[-1]
     for leaf, part in zip(nest.flatten(values), nest.flatten(parts), strict=True):
-        if leaf.shape[dim] != known:
+        size = int(leaf.shape[dim])
+        if size != known:
             strategy.extended.given_steps.shard()
-            sharded.cuts.add((int(part.shape[dim]), int(leaf.shape[dim]), dim))
+            sharded.cuts.add((int(part.shape[dim]), size, dim))
 
 
 def _checksum(values: Any) -> int:
@@ -65,8 +64,10 @@ def _checksum(values: Any) -> int:
     checksum = 0
     for leaf in nest.flatten(values):
         flat = leaf.reshape(-1)
-        sample = arrays.to_host(flat[:: len(flat) // _SAMPLED + 1])
-        checksum = zlib.crc32(repr((tuple(leaf.shape), sample.tolist())).encode(), checksum)
+        step = len(flat) // _SAMPLED + 1
+        sample = arrays.to_host(flat[::step])
+        text = repr((tuple(leaf.shape), sample.tolist()))
+        checksum = zlib.crc32(text.encode(), checksum)
     return checksum >> 1 or 1
 
 
@@ -75,7 +76,8 @@ def _local_replica(strategy: AnyStrategy) -> int:
 
     Raises: RuntimeError if the rank has several replicas, and the call is not for one of them.
     """
-    extended, mode = strategy.extended, current_mode()
+    extended = strategy.extended
+    mode = current_mode()
     context = mode.replica_context if mode.strategy is strategy else None
     if context is None:
         require_cross_replica(strategy, "shard")
@@ -97,5 +99,6 @@ def _part(leaf: Any, dim: int, piece: int, num_pieces: int) -> Any:
             f"shard takes arrays, or a nest of them, and divides their dimension {dim}; got {shape}"
         )
     dim %= leaf.ndim
-    first, end = slice_bounds(int(leaf.shape[dim]), piece, num_pieces)
-    return leaf[(slice(None),) * dim + (slice(first, end),)]
+    part = slice(*slice_bounds(int(leaf.shape[dim]), piece, num_pieces))
+    before = (slice(None),) * dim
+    return leaf[(*before, part)]
