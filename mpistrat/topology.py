@@ -38,8 +38,8 @@ class Topology:
     launcher: str = "local"
 
     def __post_init__(self) -> None:
-        for name in ("rank", "size"):
-            object.__setattr__(self, name, _as_int(name, getattr(self, name)))
+        object.__setattr__(self, "rank", _as_int("rank", self.rank))
+        object.__setattr__(self, "size", _as_int("size", self.size))
         nodes = _as_sequence("node_of_rank", self.node_of_rank)
         nodes = tuple(_as_int("node_of_rank", node) for node in nodes)
         object.__setattr__(self, "node_of_rank", nodes)

@@ -46,6 +46,7 @@ class ShardedVariable(Variable):
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
         if not isinstance(variables, (list, tuple)) or not variables:
             raise TypeError(f"ShardedVariable takes a list of variables, got {variables!r:.80}")
+        first = variables[0]
         for variable in variables:
             if not isinstance(variable, Variable):
                 raise TypeError(f"ShardedVariable takes variables, got {variable!r:.80}")
@@ -53,8 +54,6 @@ class ShardedVariable(Variable):
                 raise ValueError(
                     f"variable {variable.name!r} is a number, and has no rows to be a shard of"
                 )
-        first = variables[0]
-        for variable in variables[1:]:
             if variable.dtype != first.dtype or variable.shape[1:] != first.shape[1:]:
                 raise ValueError(
                     "shards must have one dtype, and shapes that differ in their first size only, got "
@@ -112,15 +111,19 @@ class ShardedVariable(Variable):
             _check_index(part)
         if not keys:
             return self.read_value()
-        first, rest = keys[0], keys[1:]
+        first, *rest = keys
+        size = self.shape[0]
         if isinstance(first, slice):
-            return self._rows(range(*first.indices(self.shape[0])))[(slice(None), *rest)]
+            wanted = range(*first.indices(size))
+            return self._rows(wanted)[(slice(None), *rest)]
         if isinstance(first, (int, np.integer)):
-            row, size = int(first), self.shape[0]
+            row = int(first)
             if not -size <= row < size:
                 raise IndexError(f"row {row} is outside {self.name!r}: it has {size} rows")
-            shard = bisect.bisect_right(self._division.ends, row % size)
-            return self.variables[shard].read_value()[(row % size - self.offsets[shard], *rest)]
+            row %= size
+            shard = bisect.bisect_right(self._division.ends, row)
+            row_of_shard = row - self.offsets[shard]
+            return self.variables[shard].read_value()[(row_of_shard, *rest)]
         return self.read_value()[key]
 
     def _rows(self, wanted: range) -> Array:
@@ -130,19 +133,22 @@ class ShardedVariable(Variable):
         ends = self._division.ends
         for variable, offset, end in zip(self.variables, self.offsets, ends, strict=True):
             steps = max(0, -((wanted.start - offset) // wanted.step))
-            begin, stop = wanted.start + steps * wanted.step, min(end, wanted.stop)
+            begin = wanted.start + steps * wanted.step
+            stop = min(end, wanted.stop)
             if begin < stop:
-                parts.append(variable.read_value()[begin - offset : stop - offset : wanted.step])
+                rows = slice(begin - offset, stop - offset, wanted.step)
+                parts.append(variable.read_value()[rows])
         return _joined(self.variables[0], parts)
 
     def _shown(self) -> str:
         return f" shards={self.variables}"
 
     def _update(self, method: str, operand: Any) -> ShardedVariable:
-        scatters = method.startswith("scatter_")
-        parts = (
-            self._slices_of_shards(method, operand) if scatters else self._rows_of_shards(operand)
-        )
+        parts: Sequence[Any]
+        if method.startswith("scatter_"):
+            parts = self._slices_of_shards(method, operand)
+        else:
+            parts = self._rows_of_shards(operand)
         self._update_shards(method, parts)
         return self
 
@@ -163,7 +169,8 @@ class ShardedVariable(Variable):
     def _rows_of_shards(self, value: Any) -> list[Array]:
         whole = arrays.detach_read(value)
         if not arrays.is_array(whole):
-            whole = arrays.cast_like(numbers_for(self.name, whole), self.variables[0].read_value())
+            numbers = numbers_for(self.name, whole)
+            whole = arrays.cast_like(numbers, self.variables[0].read_value())
         check_shape(self.name, self.shape, whole)
         return self._division.parts(whole)
 

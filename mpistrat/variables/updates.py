@@ -64,9 +64,10 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
     if not method.startswith(_SCATTER):
         return fitting(array, operand, name)
     check_is_slices(name, operand)
-    rows, wanted = operand.values, (len(operand.indices), *array.shape[1:])
-    exact = arrays.is_integer(array) and not arrays.is_integer(rows)
-    if not array.shape or tuple(rows.shape) != wanted or exact:
+    rows = operand.values
+    wanted = (len(operand.indices), *array.shape[1:])
+    loses_fractions = arrays.is_integer(array) and not arrays.is_integer(rows)
+    if not array.shape or tuple(rows.shape) != wanted or loses_fractions:
         raise InvalidArgumentError(
             f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
             f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
