@@ -36,7 +36,10 @@ def _update_bn(loader: Any, model: torch.nn.Module, device: Any = None) -> None:
     block: Any = contextlib.nullcontext()
     if hasattr(owner, "replica"):
         block = owner.replica()
-    norms: list[Any] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            norms.append(module)
     with block:
         strategy = get_strategy()
         runs = strategy.runs
@@ -108,11 +111,14 @@ def _statistics(
         variance = (x - mean.view(_shape(x))).square().mean(axes)  # faster than torch.var_mean
         statistics = torch.cat([mean, variance, x.new_full((1,), elements)])
     gathered = context.all_gather(statistics[None], axis=0)
-    means, variances, counts = gathered.split([x.shape[1], x.shape[1], 1], dim=1)
+    channels = x.shape[1]
+    means, variances, counts = gathered.split([channels, channels, 1], dim=1)
     count = counts.sum(0)
     weights = counts / count
     mean = (means * weights).sum(0)
-    return mean, ((variances + (means - mean).square()) * weights).sum(0), count
+    squares = variances + (means - mean).square()
+    variance = (squares * weights).sum(0)
+    return mean, variance, count
 
 
 def _statistics_of_sums(
@@ -126,10 +132,13 @@ def _statistics_of_sums(
         axes: all axes of `x` but the channels'.
         elements: number of values per channel in `x`.
     """
-    sums = context.all_reduce(ReduceOp.SUM, torch.cat([x.sum(axes), x.new_full((1,), elements)]))
-    mean, count = sums[:-1] / sums[-1], sums[-1]
-    squares = (x - mean.view(_shape(x))).square().sum(axes)
-    return mean, context.all_reduce(ReduceOp.SUM, squares) / count, count
+    own_sums = torch.cat([x.sum(axes), x.new_full((1,), elements)])
+    sums = context.all_reduce(ReduceOp.SUM, own_sums)
+    count = sums[-1]
+    mean = sums[:-1] / count
+    own_squares = (x - mean.view(_shape(x))).square().sum(axes)
+    squares = context.all_reduce(ReduceOp.SUM, own_squares)
+    return mean, squares / count, count
 
 
 class _Normalized(torch.autograd.Function):
@@ -157,7 +166,8 @@ class _Normalized(torch.autograd.Function):
         ctx.save_for_backward(input, weight, mean, rate, count)
         shape = _shape(input)
         scale = rate if weight is None else rate * weight
-        output = (input.to(mean.dtype) - mean.view(shape)).mul_(scale.view(shape))
+        output = input.to(mean.dtype) - mean.view(shape)
+        output.mul_(scale.view(shape))
         if bias is not None:
             output.add_(bias.view(shape))
         return output.to(input.dtype)
@@ -165,7 +175,8 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         input, weight, mean, rate, count = ctx.saved_tensors
-        shape, axes = _shape(input), _axes(input)
+        shape = _shape(input)
+        axes = _axes(input)
 
         replicas = ctx.context.strategy.extended.replicas
         label = "gradient of SyncBatchNorm"
@@ -174,7 +185,8 @@ class _Normalized(torch.autograd.Function):
 
         def mean_of_all(sums: torch.Tensor) -> torch.Tensor:
             differentiable.check_device(ctx.context, [sums])
-            return all_reduce(ctx.context, ReduceOp.SUM, [sums], None, label)[0] / count
+            (total,) = all_reduce(ctx.context, ReduceOp.SUM, [sums], None, label)
+            return total / count
 
         x = input.to(mean.dtype)
         if has_graph:  # the graph must contain the statistics, as functions of the input
@@ -183,15 +195,19 @@ class _Normalized(torch.autograd.Function):
             rate = torch.rsqrt(variance + ctx.eps)
         normalized = (x - mean.view(shape)).mul_(rate.view(shape))
         upstream = upstream.to(mean.dtype)
-        sums = torch.stack([upstream.sum(axes), (upstream * normalized).sum(axes)])
+        sum_of_upstream = upstream.sum(axes)
+        sum_of_products = (upstream * normalized).sum(axes)
         of_input = None
         if ctx.needs_input_grad[1]:
+            sums = torch.stack([sum_of_upstream, sum_of_products])
             constant, slope = mean_of_all(sums).view(2, *shape)
             scale = rate if weight is None else rate * weight
             of_input = normalized.clone() if has_graph else normalized
-            of_input = of_input.mul_(-slope).add_(upstream).sub_(constant).mul_(scale.view(shape))
+            of_input = of_input.mul_(-slope).add_(upstream).sub_(constant)
+            of_input.mul_(scale.view(shape))
         _, _, weight_too, bias_too, *rest = ctx.needs_input_grad
-        of_bias, of_weight = sums[0] if bias_too else None, sums[1] if weight_too else None
+        of_bias = sum_of_upstream if bias_too else None
+        of_weight = sum_of_products if weight_too else None
         return None, of_input, of_weight, of_bias, *[None] * len(rest)
 
 
