@@ -238,4 +238,6 @@ def copies_of_buffers(
 ) -> list[list[torch.Tensor | None]]:
     """Return, for each replica of this rank, its own tensors of the buffers `slots`. Context: cross-replica."""
     state = _state_of(replicas)
-    return [[slot.tensor() for slot in slots]] if state is None else state.copies(slots)
+    if state is None:
+        return [[slot.tensor() for slot in slots]]
+    return state.copies(slots)

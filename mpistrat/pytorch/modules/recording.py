@@ -100,7 +100,8 @@ class Recorder:
         strategy = self._strategy
         if not wrapper or strategy.num_replicas_in_sync == 1:
             return
-        if in_scope or self.knows(module) or any(map(self._is_mirrored, module.parameters())):
+        is_mirrored = any(self._is_mirrored(parameter) for parameter in module.parameters())
+        if in_scope or is_mirrored or self.knows(module):
             refuse_wrapping(wrapper, module, strategy.extended.communicator.rank)
 
     def record(self, module: Module) -> None:
@@ -112,5 +113,7 @@ class Recorder:
     def roots(self) -> list[Module]:
         """Return the recorded modules that are still alive and in no other recorded module, in recorded order."""
         alive = list(self._modules)
-        inside = {id(child) for m in alive for child in m.modules() if child is not m}
+        inside: set[int] = set()
+        for module in alive:
+            inside.update(id(child) for child in module.modules() if child is not module)
         return [module for module in alive if id(module) not in inside]

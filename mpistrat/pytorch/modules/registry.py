@@ -78,11 +78,13 @@ class BufferSlot:
 
     def changed(self, tensor: torch.Tensor | None) -> bool:
         """Whether a replica's `tensor` is written, or another object, since the last `settle`; False for None."""
-        return tensor is not None and (id(tensor), version(tensor)) not in self.settled
+        if tensor is None:
+            return False
+        return (id(tensor), version(tensor)) not in self.settled
 
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
         """Record that the replicas' tensors are equal now. Args: copies: a tensor per replica of this rank, or None."""
-        self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
+        self.settled = frozenset((id(copy), version(copy)) for copy in copies)
         if self.rule == "sum" and (tensor := self.tensor()) is not None:
             self.base = tensor.detach().clone()
 
