@@ -60,7 +60,8 @@ class Survivors:
         """Send this rank's state to two other ranks, and add the states of two other ranks to `states`.
 
         So a state is lost only if three ranks are lost. The receivers are the next rank, and the rank half of all ranks
-        away: on another node, if the job has several nodes. Of two ranks, each has one receiver; one rank has none.
+        away, rounded up. One of the two is on another node, if the job has several nodes with as many ranks each. Of
+        two ranks, each has one receiver; one rank has none.
 
         Called by: every rank, when it commits a state.
         Args:
@@ -158,7 +159,9 @@ def _passing_over_losses() -> Iterator[None]:
 
 def members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:
     """Return the ranks of `comm` that are not in `besides`, by their ranks in the job (MPI_COMM_WORLD)."""
-    group, smaller, world = comm.Get_group(), besides.Get_group(), MPI.COMM_WORLD.Get_group()
+    group = comm.Get_group()
+    smaller = besides.Get_group()
+    world = MPI.COMM_WORLD.Get_group()
     missing = MPI.Group.Difference(group, smaller)
     try:
         return list(missing.Translate_ranks(None, world))

@@ -60,5 +60,4 @@ def users_threads(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
     The callers then leave torch's number of threads as it is.
     """
-    texts = {name: environ.get(name, "").strip() for name in THREAD_COUNTS}
-    return {name: text for name, text in texts.items() if text}
+    return {name: text for name in THREAD_COUNTS if (text := environ.get(name, "").strip())}

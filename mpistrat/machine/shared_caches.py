@@ -23,8 +23,9 @@ def caches_of(
         if "hypervisor" in Path(described).read_text(encoding="utf-8"):
             return ()
         for folder in Path(devices).glob(f"cpu{min(cpus)}/cache/index*"):
-            names = "level", "shared_cpu_map"
-            level, sharing = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
-            if wanted & int(sharing.replace(",", ""), 16) == wanted:
+            level = (folder / "level").read_text(encoding="utf-8").strip()
+            sharing = (folder / "shared_cpu_map").read_text(encoding="utf-8").strip()
+            mask = int(sharing.replace(",", ""), 16)
+            if wanted & mask == wanted:
                 found.add(f"{level} {sharing}")
     return tuple(sorted(found))
