@@ -217,7 +217,8 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
 def _may_work_anyway(claim: LauncherClaim, environ: Mapping[str, str], version: str) -> bool:
     """Return whether the loaded library may work though the launcher in `claim` belongs to the other MPI."""
     # The launcher and the library may both use PMIx to connect the ranks.
-    by_pmix, alone = "PMIX_RANK" in environ, claim.size == 1
+    by_pmix = "PMIX_RANK" in environ
+    alone = claim.size == 1
     if library_family(version) == OPEN_MPI:
         # Open MPI up to 4 may have been built for srun --mpi=pmi2.
         without_pmi = re.search(r"Open MPI v([5-9]|[1-9]\d)", version)

@@ -130,7 +130,8 @@ def start_mpi() -> Any:
         )
     if _started:
         return mpi
-    version, path = mpi.Get_library_version(), library_path()
+    version = mpi.Get_library_version()
+    path = library_path()
     if not mpi.Is_initialized():
         launcher.check_library(environ, version, path)
         _initialize(mpi, launcher.read_claim(environ, launcher.library_family(version)))
@@ -242,7 +243,8 @@ def _topology_of(comm: Any) -> Topology:
 
 
 def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
-    rank, size = comm.Get_rank(), comm.Get_size()
+    rank = comm.Get_rank()
+    size = comm.Get_size()
     with start_deadline("the first collective call on this communicator", rank=rank, size=size):
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=rank)
         leader = node.bcast(rank, root=0)

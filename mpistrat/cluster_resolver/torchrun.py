@@ -20,7 +20,8 @@ def torchrun_environment(
         run_id: a text that is the same on all ranks and different in each job.
     """
     address, port = master
-    rank, size = str(topology.rank), str(topology.size)
+    rank = str(topology.rank)
+    size = str(topology.size)
     return {
         "RANK": rank,
         "WORLD_SIZE": size,

@@ -102,7 +102,8 @@ class AnnouncedEnd:
 
         The check is made once, at the first call after the time limit is known.
         """
-        left, meant = self._seconds_left(), self._margin + 2 * self.seconds_to_save
+        left = self._seconds_left()
+        meant = self._margin + 2 * self.seconds_to_save
         if self._is_limit_known or not math.isfinite(left):
             return
         self._is_limit_known = True

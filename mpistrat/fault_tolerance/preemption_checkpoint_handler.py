@@ -162,7 +162,8 @@ class PreemptionCheckpointHandler:
 
         Called by: a distributed dataset inside `Strategy.replica()`, when the program asks for the next batch.
         """
-        before, self._last_count = self._last_count, self._count_steps()
+        before = self._last_count
+        self._last_count = self._count_steps()
         if self._last_count != before and not self._is_called:
             self._finish_and_leave((), {})
 

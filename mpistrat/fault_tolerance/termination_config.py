@@ -91,7 +91,8 @@ def _go_on() -> None:
 
 
 # The same defaults as TensorFlow's.
-_EXIT, _EXIT_OF_GCE = functools.partial(sys.exit, 42), functools.partial(sys.exit, 143)
+_EXIT = functools.partial(sys.exit, 42)
+_EXIT_OF_GCE = functools.partial(sys.exit, 143)
 _DEFAULTS = {
     PlatformDevice.INTERNAL_CPU: _Defaults(None, _EXIT, 0),
     PlatformDevice.INTERNAL_GPU: _Defaults(None, _EXIT, 0),

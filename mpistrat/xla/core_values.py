@@ -41,7 +41,8 @@ class CoreValues:
         Returns: one tensor, of the shape of `values[0]`; its value on core i is `values[i]`.
         Raises: ValueError if the values differ in shape or dtype.
         """
-        shape, dtype = values[0].shape, values[0].dtype
+        shape = values[0].shape
+        dtype = values[0].dtype
         for number, value in enumerate(values):
             if value.shape != shape or value.dtype != dtype:
                 raise ValueError(

@@ -34,7 +34,8 @@ class RecordedSteps:
     ) -> None:
         self._runtime = runtime
         self._step = step
-        self._rank, self._device = group.communicator.rank, group.worker_devices[0]
+        self._rank = group.communicator.rank
+        self._device = group.worker_devices[0]
         self._first_replica_id = group.first_replica_id
         self.compilations = Compilations(self._rank)
         # The torch seed that XLA's generator follows, and the state of a torch generator right after that seed.
@@ -62,13 +63,15 @@ class RecordedSteps:
         """
         name = name_of(fn)
         self._follow_seed()
-        before, on_host = 0, self._runtime.graphs.fallbacks()
+        before = 0
+        on_host = self._runtime.graphs.fallbacks()
         try:
             with _as_no_grad(), self._step(name):
                 before = self._runtime.graphs.num_compilations()
                 result = call()
         except RuntimeError as error:
-            step_of_rank, text = f"rank {self._rank}: {name}", str(error)
+            step_of_rank = f"rank {self._rank}: {name}"
+            text = str(error)
             if EARLY_READ in text:
                 left = self._runtime.graphs.fallbacks() - on_host
                 explained = step_errors.early_read(step_of_rank, error, [*left])

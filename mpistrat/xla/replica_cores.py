@@ -44,7 +44,8 @@ class ReplicaCores:
         self, runtime: Runtime, cores_of_ranks: Sequence[Sequence[int]], rank: int = 0
     ) -> None:
         self._runtime = runtime
-        groups, count = cores_of_ranks, len(cores_of_ranks[rank])
+        groups = cores_of_ranks
+        count = len(cores_of_ranks[rank])
         if len(set().union(*groups)) < count * len(groups):
             # XLA connects no ranks: every rank's cores have the same numbers.
             groups = [groups[rank]]

@@ -55,7 +55,8 @@ class RecordedReplicas(Replicas):
         Returns: the result of `fn`, without autograd history; the device may still be computing the result's tensors.
         Raises: RuntimeError if `fn` reads a value, computes with a tensor of the host, or uses torch.inference_mode().
         """
-        keywords, call_replicas = kwargs or {}, super().call
+        keywords = kwargs or {}
+        call_replicas = super().call
 
         def call() -> Any:
             # A result with autograd history would keep all intermediate values as results of the graph.
@@ -110,7 +111,8 @@ class ReplicasOnCores(RecordedReplicas):
         keywords = kwargs or {}
 
         def call() -> Any:
-            own_args, own_keywords = self._spread(tuple(args)), self._spread(dict(keywords))
+            own_args = self._spread(tuple(args))
+            own_keywords = self._spread(dict(keywords))
             with entered(self.strategy, self.contexts[0]):
                 result = fn(*own_args, **own_keywords)
             return nest.map_structure(lambda leaf: self._of_all(arrays.detach(leaf)), result)

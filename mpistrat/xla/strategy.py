@@ -85,7 +85,8 @@ class TPUStrategy(Strategy):
         replicas = replicas_of_rank(assignment, system.topology, topology.rank)
         from mpistrat.xla.tpu_strategy_parts import on_xla
 
-        device, several = replicas[0][0], len(replicas) * len(replicas[0]) > 1
+        device = replicas[0][0]
+        several = len(replicas) * len(replicas[0]) > 1
         if several:
             device = 0  # stands for all cores, because one program runs on them
             system.runtime.use_spmd()

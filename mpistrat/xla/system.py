@@ -161,5 +161,6 @@ def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> TpuT
         devices: np.ndarray = by_number.reshape(len(places), per_task, -1)
     else:
         devices = np.array(places)
-    low, high = devices.min((0, 1)), devices.max((0, 1))
+    low = devices.min((0, 1))
+    high = devices.max((0, 1))
     return TpuTopology(mesh_shape=high - low + 1, device_coordinates=devices - low)

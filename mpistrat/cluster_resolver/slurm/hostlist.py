@@ -59,7 +59,9 @@ def _numbered(prefix: str, ranges: str, hostlist: str) -> list[str]:
             raise ValueError(
                 f"host list {hostlist!r:.200}: {item!r:.80} is neither a number nor a range a-b"
             )
-        first, last, width = int(match[1]), int(match[2] or match[1]), len(match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
+        width = len(match[1])
         if last < first:
             raise ValueError(f"host list {hostlist!r:.200}: the range {item!r} runs backwards")
         _check_length(len(hosts) + last - first + 1, hostlist)

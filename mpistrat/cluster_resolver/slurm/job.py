@@ -70,11 +70,14 @@ class SlurmJob:
 
 def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
     """Return the Slurm job of this process; None outside Slurm."""
-    job_id, end_time = environ.get(JOB_ID, ""), environ.get(END_TIME, "")
+    job_id = environ.get(JOB_ID, "")
     if not job_id:
         return None
-    array, task = environ.get(ARRAY_ID, ""), environ.get(ARRAY_TASK, "")
-    return SlurmJob(f"{array}_{task}" if array and task else job_id, _positive(end_time))
+    array = environ.get(ARRAY_ID, "")
+    task = environ.get(ARRAY_TASK, "")
+    if array and task:
+        job_id = f"{array}_{task}"
+    return SlurmJob(job_id, _positive(environ.get(END_TIME, "")))
 
 
 def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -107,7 +107,8 @@ class SlurmClusterResolver(ClusterResolver):
         first = 0
         for job, count in sorted(self._jobs.items()):
             if first <= self._rank < first + count:
-                self.task_type, self.task_id = job, self._rank - first
+                self.task_type = job
+                self.task_id = self._rank - first
             cluster[job] = [
                 f"{place.host}:{self._port_base + place.local_rank}"
                 for place in self._places[first : first + count]
@@ -144,7 +145,8 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _place(self, tasks_per_node: int | str | Mapping[str, int] | None) -> list[TaskPlacement]:
         tasks = self._tasks_of_nodes(tasks_per_node)
-        total, wanted = sum(count for _, count in tasks), sum(self._jobs.values())
+        total = sum(count for _, count in tasks)
+        wanted = sum(self._jobs.values())
         if wanted != total:
             raise TopologyError(
                 f"the jobs {self._jobs} have {wanted} tasks, but the step has {total} "
@@ -288,7 +290,8 @@ def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
     Returns: None outside such a job, and if Slurm has not set the components' node lists or the node's name.
     Raises: TopologyError if a node list cannot be read.
     """
-    hosts, node = hosts_of_components(environ), environ.get(NODE_NAME, "")
+    hosts = hosts_of_components(environ)
+    node = environ.get(NODE_NAME, "")
     return next((number for number, nodes in enumerate(hosts) if node in nodes), None)
 
 
