@@ -296,6 +296,17 @@ class Mirrored(DistributedValues):
         return getattr(self._read(), name)
 
 
+def by_owner(values: Sequence[Any], describe: Callable[[Any], str], owner: str = "replica") -> str:
+    """Return a text of the values of all replicas, for messages: "replica 0: float32[2], replica 1: float32[3]".
+
+    Args:
+        describe: returns the text of one value.
+        owner: the word for the owner of a value: "replica" or "rank".
+    """
+    texts = [f"{owner} {number}: {describe(value)}" for number, value in enumerate(values)]
+    return ", ".join(texts)
+
+
 def first_component(value: Any) -> Any:
     """Return the first replica's component of a distributed value, or a plain value itself."""
     return value.values[0] if isinstance(value, DistributedValues) else value
@@ -358,12 +369,13 @@ def regroup(
     children = [_children(value, first) for value in values]
     if None not in children:
         columns = zip(*children, strict=True)
-        return nest.rebuild(first, [regroup(parts, always_wrap, may_differ) for parts in columns])
+        regrouped = [regroup(parts, always_wrap, may_differ) for parts in columns]
+        return nest.rebuild(first, regrouped)
     if may_differ:
         return _regrouped_leaf(values, always_wrap)
-    described = ", ".join(f"replica {i}: {nest.describe(value)}" for i, value in enumerate(values))
+    got = by_owner(values, nest.describe)
     raise AssertionError(
-        f"all replicas must return the same structure (list, tuple, keys); got {described}"
+        f"all replicas must return the same structure (list, tuple, keys); got {got}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.reduce_op import ReduceOp
+from mpistrat.values import by_owner
 
 
 def signature(array: Array) -> str:
@@ -45,15 +46,10 @@ def check_alike(values: Sequence[Array]) -> None:
     if not arrays.is_torch(first) and first.dtype.kind in "OSUMm":
         raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be reduced")
     if len({(value.shape, value.dtype) for value in values}) > 1:
-        by_replica = _by_owner(values, signature)
+        by_replica = by_owner(values, signature)
         raise InvalidArgumentError(
             f"all replicas must pass the same shape and dtype; got {by_replica}"
         )
-
-
-def _by_owner(values: Sequence[Any], describe: Callable[[Any], str], owner: str = "replica") -> str:
-    """Return text for people: "replica 0: float32[2], replica 1: float32[3]"."""
-    return ", ".join(f"{owner} {number}: {describe(value)}" for number, value in enumerate(values))
 
 
 def _kind_of(value: Any) -> str:
@@ -195,7 +191,7 @@ def are_slices(values: Sequence[Any]) -> bool:
     """Whether all components of one value are IndexedSlices. Raises: InvalidArgumentError if only some of them are."""
     are_sparse = {isinstance(value, IndexedSlices) for value in values}
     if len(are_sparse) > 1:
-        by_replica = _by_owner(values, _kind_of)
+        by_replica = by_owner(values, _kind_of)
         raise InvalidArgumentError(
             f"all replicas must pass the same kind of value; got {by_replica}"
         )
@@ -249,8 +245,8 @@ def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -
         sizes = value.shape
         kinds.add((value.dtype, len(sizes), sizes[:axis], sizes[axis + 1 :]))
     if len(kinds) > 1:
-        by_owner = _by_owner(values, signature, owner)
+        got = by_owner(values, signature, owner)
         raise InvalidArgumentError(
-            f"gather along axis {axis} needs one dtype, and shapes that are equal elsewhere; got {by_owner}"
+            f"gather along axis {axis} needs one dtype, and shapes that are equal elsewhere; got {got}"
         )
     return axis

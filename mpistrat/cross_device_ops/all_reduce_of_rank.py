@@ -123,4 +123,5 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
         if half < 2 or isinstance(values[0], IndexedSlices):
             return add(values)
         accumulation.check_summable(values)
-        return add([add(values[:half]), add(values[half:])])
+        sums = [add(values[:half]), add(values[half:])]
+        return add(sums)

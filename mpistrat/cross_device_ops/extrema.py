@@ -42,8 +42,8 @@ def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
     """
     values = [_comparable(op, value) for value in operands(op, components)]
     xp = api.array_namespace(values[0])
-    combine = {ReduceOp.MAX: xp.maximum, ReduceOp.MIN: xp.minimum}.get(op, operator.mul)
-    return functools.reduce(combine, values)
+    combine = {ReduceOp.MAX: xp.maximum, ReduceOp.MIN: xp.minimum, ReduceOp.PRODUCT: operator.mul}
+    return functools.reduce(combine[op], values)
 
 
 def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
@@ -103,7 +103,8 @@ def over_axes(op: ReduceOp, component: Any, axis: int | Sequence[int]) -> Array:
     if op is ReduceOp.PRODUCT:
         reduced = xp.prod(value, axis=axes, dtype=value.dtype)
     elif 0 not in [value.shape[i] for i in axes]:
-        reduced = {ReduceOp.MAX: xp.max, ReduceOp.MIN: xp.min}[op](value, axis=axes)
+        reduce = {ReduceOp.MAX: xp.max, ReduceOp.MIN: xp.min}[op]
+        reduced = reduce(value, axis=axes)
     else:
         least, greatest = _limits(value)
         zeros = arrays.zeros(np.delete(value.shape, axes).tolist(), value)
@@ -148,4 +149,5 @@ def _reordered(bits: Array) -> Array:
     """Turn the bits of floats (as integers) into integers of the floats' order; the same call turns them back."""
     xp = api.array_namespace(bits)
     # For a negative float, flip all bits but the sign.
-    return xp.where(bits < 0, bits ^ xp.full_like(bits, xp.iinfo(bits.dtype).max), bits)
+    all_but_sign = xp.full_like(bits, xp.iinfo(bits.dtype).max)
+    return xp.where(bits < 0, bits ^ all_but_sign, bits)

@@ -88,7 +88,8 @@ class OrderedAllReduce(MpiAllReduce):
             operands = [accumulation.operands(components) for components in values]
             firsts = [_first_of_rounded(components) for components in operands]
         exact = [i for i, first in enumerate(firsts) if first is None]
-        sums = super().all_reduce(reduce_op, [values[i] for i in exact], options, label)
+        exact_values = [values[i] for i in exact]
+        sums = super().all_reduce(reduce_op, exact_values, options, label)
         totals = dict(zip(exact, sums, strict=True))
         for group in packing.groups(firsts, merged.bytes_per_pack):
             like = [firsts[i] for i in group]
@@ -162,8 +163,9 @@ class OrderedAllReduce(MpiAllReduce):
         widens = short and max(counted) > 1
         summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
         within = window if tree.one_each else NO_MEMORY
-        sums = packer.memory(len(of_rank.left) * length, like[0], summed, within)
-        sums = sums.reshape(len(of_rank.left), length)
+        rows = len(of_rank.left)
+        sums = packer.memory(rows * length, like[0], summed, within)
+        sums = sums.reshape(rows, length)
         _add_up(of_rank, sums, packer, like, values, cut)
         host = arrays.to_host(sums)
         self.communicator.all_reduce_by_tree(host, tree, reduction)

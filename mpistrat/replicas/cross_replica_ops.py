@@ -22,7 +22,7 @@ from mpistrat.reduce_op import ReduceOp, VariableAggregation
 from mpistrat.replicas.equal_values import is_copy_per_replica, reduce_equal
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.rank_reducers import RankReducers
-from mpistrat.values import DistributedValues, PerReplica, first_component
+from mpistrat.values import DistributedValues, PerReplica, by_owner, first_component
 from mpistrat.variables.variable import Variable
 
 
@@ -109,8 +109,7 @@ class CrossReplicaOps:
         Raises: InvalidArgumentError, if the calls of this rank's replicas differ in operation or structure.
         """
         if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
-            by_replica = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
-            text = f"the all_reduce calls of the replicas differ; got {by_replica}"
+            text = f"the all_reduce calls of the replicas differ; got {by_owner(calls, str)}"
             self.communicator.raise_together(InvalidArgumentError(text))
         op = calls[0].op
         label = calls[0].label
@@ -249,7 +248,8 @@ class CrossReplicaOps:
             return custom.batch_reduce(op, pairs, options)
         with self.communicator.raising_together():
             firsts = sums_of_rank(custom, pairs, options)
-        totals = self.over_ranks.all_reduce(ReduceOp.SUM, [(value,) for value in firsts], options)
+        values = [(value,) for value in firsts]
+        totals = self.over_ranks.all_reduce(ReduceOp.SUM, values, options)
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
         return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
