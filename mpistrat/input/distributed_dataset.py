@@ -223,15 +223,17 @@ class DistributedDataset(Iterable[Any]):
             >>> sorted(dataset.state_schema({}))
             ['batch_size', 'epoch', 'ranks', 'source', 'steps']
         """
-        count, here = range(sys.maxsize), self._reader.identity()
-        return {
+        count = range(sys.maxsize)
+        schema = {
             "epoch": count,
             "steps": count,
             "ranks": range(1, sys.maxsize),
             "source": str,
             "batch_size": (count, None),
-            **(self._reader.state_schema() if state.get("source") == here["source"] else {}),
         }
+        if state.get("source") == self._reader.identity()["source"]:
+            schema.update(self._reader.state_schema())
+        return schema
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration go on where `state` was taken. Later iterations are the epochs after it.
@@ -243,9 +245,8 @@ class DistributedDataset(Iterable[Any]):
         reader = self._reader
         size = self._extended.communicator.size
         here = reader.identity()
-        saved = {
-            name: state.get(name, here[name]) for name in here
-        }  # earlier versions saved no length
+        # Earlier versions saved no length.
+        saved = {name: state.get(name, here[name]) for name in here}
         if not state["steps"]:  # the next epoch may have another length
             saved["length"] = here["length"]
         if not reader.same_for_any_ranks and state.get("ranks") != size:
@@ -259,7 +260,8 @@ class DistributedDataset(Iterable[Any]):
                 "with the same batch size and, in mid-epoch, the same length"
             )
         reader.load_state(self._extended.communicator, state)
-        self._shared.epoch, self._shared.start = state["epoch"], state["steps"]
+        self._shared.epoch = state["epoch"]
+        self._shared.start = state["steps"]
         self._last = _no_iterator
         self._peeked = None
         self._progress = IteratorProgress(self._shared.epoch, self._shared.start)
@@ -377,7 +379,8 @@ class DistributedIterator(Iterator[Any]):
                 known = step.examples if self._combines_all else None
                 steps.give(self, known, gradients=gradients_are_on())
             self.progress.steps += 1
-            self.progress.position, self.progress.unread = step.position, None
+            self.progress.position = step.position
+            self.progress.unread = None
             if in_block:
                 shared.is_under_way = True
                 strategy.runs += 1

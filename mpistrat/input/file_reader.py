@@ -58,7 +58,8 @@ class _FilePosition:
         `_NothingRead` returns None.
         """
         left = self.files[self.finished :]
-        return self.files[: self.finished], {left[0]: self.count} if self.count else {}, left
+        partly = {left[0]: self.count} if self.count else {}
+        return self.files[: self.finished], partly, left
 
 
 class _NothingRead(_FilePosition):
@@ -151,7 +152,9 @@ class FileReader(Reader):
         progress = position.progress()
         restart = position.restart
         by_rank = communicator.all_gather_object((self._share.worker, progress), label="files read")
-        finished, partly, left = set(restart.finished), dict(restart.partly), dict(restart.left)
+        finished = set(restart.finished)
+        partly = dict(restart.partly)
+        left = dict(restart.left)
         by_worker = {worker: read for worker, read in by_rank if read is not None}
         if by_worker:
             left = {worker: [] for worker in range(self._share.workers)}
@@ -170,8 +173,8 @@ class FileReader(Reader):
 
     def load_state(self, communicator: Communicator, state: State) -> None:
         if self._by_file:
-            finished, partly, left = state["finished"], state["partly"], state["left"]
-            self._restart = _Restart(frozenset(finished), dict(partly), dict(left))
+            finished = frozenset(state["finished"])
+            self._restart = _Restart(finished, dict(state["partly"]), dict(state["left"]))
 
     def state_schema(self) -> dict[str, Any]:
         if not self._by_file:

@@ -56,10 +56,15 @@ class LocalReader(readers.FunctionReader):
             name: a format string for a rank and its amount.
         """
         least = min(amounts)
-        longer = [name.format(*entry) for entry in enumerate(amounts) if entry[1] > least]
+        longer = []
+        for rank, amount in enumerate(amounts):
+            if amount > least:
+                longer.append(name.format(rank, amount))
         self._has_spoken = bool(longer)
         if longer and self._rank == 0:
+            if len(longer) > 16:
+                longer[16:] = ["…"]
             tell(
                 f"local batches end with the shortest rank{steps}: further batches of other ranks are left out in each "
-                f"epoch ({', '.join(longer[:16])}{', …' if len(longer) > 16 else ''})"
+                f"epoch ({', '.join(longer)})"
             )

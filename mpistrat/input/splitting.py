@@ -108,7 +108,9 @@ def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int
     Pieces have ceil(batch_size / num_pieces) examples. The last pieces are short, or empty with two equal bounds.
     """
     share = -(-batch_size // num_pieces)
-    return min(piece * share, batch_size), min((piece + 1) * share, batch_size)
+    first = min(piece * share, batch_size)
+    end = min(first + share, batch_size)
+    return first, end
 
 
 def pieces_of_each(
@@ -120,15 +122,20 @@ def pieces_of_each(
         wanted: numbers of this rank's pieces, 0 <= number < num_pieces.
         num_pieces: number of pieces of a batch. With 1, the batch is not cut and may be any object.
     """
-    size, parts, examples = -1, [slice(0)], None  # of the last batch: most have one size
+    # Of the last batch, because most have one size.
+    size = -1
+    parts = [slice(0)]
+    examples = None
     for batch in batches:
         if num_pieces == 1:
-            step, examples = ReplicaPieces([batch] * len(wanted)), _examples_of_whole(batch, kind)
+            step = ReplicaPieces([batch] * len(wanted))
+            examples = _examples_of_whole(batch, kind)
         else:
             if kind.size(batch) != size:
                 size = kind.size(batch)
                 parts = [slice(*slice_bounds(size, piece, num_pieces)) for piece in wanted]
-                examples = np.array([*(part.stop - part.start for part in parts), size])
+                counts = [part.stop - part.start for part in parts]
+                examples = np.array([*counts, size])
             step = ReplicaPieces([kind.cut(batch, part) for part in parts])
         step.examples = examples
         yield step

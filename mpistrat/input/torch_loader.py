@@ -96,7 +96,10 @@ class _WholePipe(data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = data.get_worker_info()
         pipe = apply_random_seed(self._pipe, torch.Generator().manual_seed(self._seed))
-        apply_sharding(pipe, *((1, 0) if info is None else (info.num_workers, info.id)))
+        if info is not None:
+            apply_sharding(pipe, info.num_workers, info.id)
+        else:
+            apply_sharding(pipe, 1, 0)
         return iter(pipe)
 
 
@@ -122,9 +125,10 @@ class WholeLoader(Restartable):
         if loader.num_workers:
             self._loader = _copy_of(loader, seed_id)
         self._user = loader
-        self._known_epochs = {
-            id(s): s.epoch for s in samplers_of(loader) if isinstance(s, data.DistributedSampler)
-        }
+        self._known_epochs: dict[int, int] = {}
+        for sampler in samplers_of(loader):
+            if isinstance(sampler, data.DistributedSampler):
+                self._known_epochs[id(sampler)] = sampler.epoch
         self.random = RandomState(loader)
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last
@@ -174,14 +178,15 @@ class WholeLoader(Restartable):
         A DistributedSampler keeps its epoch once the program has set an epoch itself.
         """
         _draw_no_second_seed(self._loader, epoch)
+        known = self._known_epochs
         for part in _parts_of(self._loader):
-            if id(part) not in self._known_epochs:
+            if id(part) not in known:
                 readers.set_epoch(part, epoch)
-            elif part.epoch == self._known_epochs[id(part)]:
+            elif part.epoch == known[id(part)]:
                 part.set_epoch(epoch)
-                self._known_epochs[id(part)] = epoch
+                known[id(part)] = epoch
             else:
-                self._known_epochs[id(part)] = -1
+                known[id(part)] = -1
 
 
 def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
@@ -242,7 +247,8 @@ class _PieceSampler:
 
     def read_first_step(self) -> None:
         """Read the first step ahead, because samplers draw their seed there."""
-        self.steps = itertools.chain(list(itertools.islice(self.steps, 1)), self.steps)
+        first = list(itertools.islice(self.steps, 1))
+        self.steps = itertools.chain(first, self.steps)
 
     def __iter__(self) -> Iterator[list[Any]]:
         for step in self.steps:
@@ -277,7 +283,9 @@ class _EpochPlan:
         Also None for a RandomSampler with replacement, or of only a part of the examples. For a RandomSampler without
         a generator, it draws a seed from torch's global CPU generator, as that sampler does.
         """
-        batches, sampler, generator = loader.batch_sampler, cast("Any", loader.sampler), None
+        batches = loader.batch_sampler
+        sampler = cast("Any", loader.sampler)
+        generator = None
         if type(batches) is not data.BatchSampler or batches.sampler is not sampler:
             return None
         if type(sampler) is data.RandomSampler:
@@ -366,7 +374,8 @@ class LoaderReader(ReplayedReader):
             how = {"batch_sampler": _PieceSampler(), "collate_fn": self._collate, "in_order": True}
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
         _draw_no_second_seed(self._loader, epoch)
-        loader, sampler = self._loader, cast("_PieceSampler", self._loader.batch_sampler)
+        loader = self._loader
+        sampler = cast("_PieceSampler", loader.batch_sampler)
         index_batches = itertools.chain.from_iterable(self._index_batches(sampler))
         sampler.handed_out.clear()
         sampler.steps = self._steps_of(index_batches, Lists(), start)
