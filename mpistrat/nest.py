@@ -127,7 +127,10 @@ def _arranged(
     children = list(leaves)
     if nested:
         rest = iter(leaves)
-        children = [arrange(list(itertools.islice(rest, len(part)))) for part, _, arrange in nested]
+        children = []
+        for part, _, arrange in nested:
+            leaves_of_child = list(itertools.islice(rest, len(part)))
+            children.append(arrange(leaves_of_child))
     if keys is not None:
         by_key = dict(zip(keys, children, strict=True))
         children = list(map(by_key.__getitem__, structure))

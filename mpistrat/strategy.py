@@ -320,12 +320,12 @@ class Strategy(RankMethods):
             >>> strategy.experimental_local_results(ids), strategy.experimental_local_results("plain")
             ((0, 1), ('plain',))
         """
-        if not self._extended.wraps_values:
-            return (value,)
-        if isinstance(value, DistributedValues):
-            return value.values
-        if nest.is_structure(value):
-            return tuple(select_replica(i, value) for i in range(self._extended.num_local_replicas))
+        extended = self._extended
+        if extended.wraps_values:
+            if isinstance(value, DistributedValues):
+                return value.values
+            if nest.is_structure(value):
+                return tuple(select_replica(i, value) for i in range(extended.num_local_replicas))
         return (value,)
 
     def experimental_distribute_values_from_function(

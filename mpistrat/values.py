@@ -81,7 +81,8 @@ def call_with_tensors(
 
     _mapped(refuse, [kwargs.get("out"), *_written(name, args, kwargs)])
     tensors = [_mapped(read, argument) for argument in args]
-    return func(*tensors, **{key: _mapped(read, value) for key, value in kwargs.items()})
+    keywords = {key: _mapped(read, value) for key, value in kwargs.items()}
+    return func(*tensors, **keywords)
 
 
 # Functions that write to other arguments than the first: the keyword that makes them write, and their positions.
@@ -255,7 +256,8 @@ class DistributedValues(ActsAsArray):
             raise TypeError(str(error)) from None
 
     def __repr__(self) -> str:
-        inside = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))
+        lines = [f"  {i}: {value!r}" for i, value in enumerate(self.values)]
+        inside = ",\n".join(lines)
         return f"{type(self).__name__}:{{\n{inside}\n}}"
 
 

@@ -58,7 +58,8 @@ class DifferentiableAllGather(torch.autograd.Function):
         check_device(context, [upstream])
         label = "gradient of all_gather"
         (total,) = _DifferentiableAllReduce.apply(context, ReduceOp.SUM, options, label, upstream)
-        rows = first.to(total.device) + torch.arange(length, device=total.device)
+        of_replica = torch.arange(length, device=total.device)
+        rows = first.to(total.device) + of_replica
         return None, None, None, total.index_select(axis, rows)
 
 
@@ -88,8 +89,9 @@ def all_reduce(
     Args: leaves: arrays and numbers, among them at least one tensor that requires a gradient.
     Returns: a result for each leaf, in the leaves' order.
     """
+    count = len(leaves)
     tensors = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
-    constant = sorted({*range(len(leaves))}.difference(tensors))
+    constant = sorted(set(range(count)).difference(tensors))
     operands = [leaves[i] for i in tensors]
     reduced = [*_DifferentiableAllReduce.apply(context, op, options, label, *operands)]
     if constant:
@@ -97,7 +99,7 @@ def all_reduce(
         replicas = context.strategy.extended.replicas
         reduced += replicas.all_reduce(context, op, others, options, label)
     results = dict(zip(tensors + constant, reduced, strict=True))
-    return [results[i] for i in range(len(leaves))]
+    return [results[i] for i in range(count)]
 
 
 def _differentiable(leaf: Any) -> bool:

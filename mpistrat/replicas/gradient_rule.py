@@ -41,7 +41,9 @@ class GradientRule:
             warn: whether to warn, once, if the other rule is chosen already.
         """
         if self.chosen is None:
-            self.chosen, self._decided_by = rule, f"{call}, called at {call_site(sys._getframe())}"
+            self.chosen = rule
+            site = call_site(sys._getframe())
+            self._decided_by = f"{call}, called at {site}"
             self.is_of_loss = True
         elif self.chosen != rule and warn and not self._has_warned:
             self._has_warned = True

@@ -182,7 +182,8 @@ class _Run:
             return self._merged
         self._let_others_run(to_meeting=True)
         self._switch_to(0)
-        operands_of_all, self._operands = self._operands, [None] * self._replicas.count
+        operands_of_all = self._operands
+        self._operands = [None] * self._replicas.count
         self._merged = merge(operands_of_all)
         return self._merged
 

@@ -61,8 +61,10 @@ def compute_average_loss(
                 "sample_weight must have per_example_loss's shape or its first dimensions, got "
                 f"{list(weight.shape)} for losses of shape {list(loss.shape)}"
             )
-        loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
-    size, num_examples = global_batch_size, loss.shape[0]
+        ones = (1,) * (loss.ndim - weight.ndim)
+        loss = loss * weight.reshape(tuple(weight.shape) + ones)
+    size = global_batch_size
+    num_examples = loss.shape[0]
     if size is None:
         size = _global_batch_size(loss, replicas)
     elif isinstance(size, bool) or not isinstance(size, (int, np.integer)):

@@ -81,7 +81,8 @@ class Replicas:
         outer = per_thread.modes
 
         def body(index: int) -> Any:
-            before, per_thread.modes = per_thread.modes, list(outer)
+            before = per_thread.modes
+            per_thread.modes = list(outer)
             try:
                 with entered(self.strategy, self.contexts[index]), current(self.devices[index]):
                     result = fn(

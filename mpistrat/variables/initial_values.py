@@ -76,7 +76,8 @@ def called_for_part(
         first: row of the whole variable where the part begins.
     Raises: the errors of `initial_array`.
     """
-    offset = tuple([first, *[0] * (len(shape) - 1)][: len(shape)])
+    dims = len(shape)
+    offset = (first, *[0] * dims)[:dims]
     if "shard_info" in _parameters(fn):
         keywords: dict[str, Any] = {"shard_info": ShardInfo(shape, offset)}
     else:

@@ -66,7 +66,8 @@ class NodeVariable(PlainVariable):
 
     def _kept(self, value: Array) -> Array:
         part = self._part_of(arrays.num_elements(value))
-        self._common.reshape(-1)[part] = arrays.detach(value).reshape(-1)[part]
+        numbers = arrays.detach(value).reshape(-1)
+        self._common.reshape(-1)[part] = numbers[part]
         self._communicator.barrier(label="first value of a variable of the node")
         return _as(self._view.memory, value)
 
@@ -82,7 +83,8 @@ class NodeVariable(PlainVariable):
             if isinstance(operand, IndexedSlices):
                 part = self._part_of(self._array.shape[0])
                 indices = arrays.to_numpy(operand.indices).astype(np.int64)
-                (inside,) = np.nonzero((indices >= part.start) & (indices < part.stop))
+                are_inside = (indices >= part.start) & (indices < part.stop)
+                (inside,) = np.nonzero(are_inside)
                 rows = arrays.detach_read(operand.values)[inside]
                 operand = IndexedSlices(rows, indices[inside] - part.start)
                 target = self._common[part]
@@ -105,11 +107,13 @@ class NodeVariable(PlainVariable):
         """Return the slice of `length` elements or rows that this rank computes; it may be empty."""
         rank = self._communicator.rank
         size = self._communicator.size
-        return slice(length * rank // size, length * (rank + 1) // size)
+        first = length * rank // size
+        end = length * (rank + 1) // size
+        return slice(first, end)
 
 
 def _as(memory: np.ndarray, like: Array) -> Array:
     """Return an array of the library, dtype and shape of `like` that uses the first bytes of `memory`, uint8[n]."""
     nbytes = arrays.num_elements(like) * arrays.itemsize(like)
-    numbers = memory[:nbytes].view(view_of(like).dtype).reshape(tuple(like.shape))
-    return as_buffer_of(like, numbers)
+    numbers = memory[:nbytes].view(view_of(like).dtype)
+    return as_buffer_of(like, numbers.reshape(tuple(like.shape)))

@@ -99,7 +99,8 @@ class MinSizePartitioner(_SizePartitioner):
         _check(shape, axis)
         total = math.prod(shape) * self._itemsize(dtype)
         wanted = -(-total // self._min_shard_bytes)
-        return _only_along(axis, max(1, min(shape[axis], self._max_shards, wanted)), shape)
+        shards = min(shape[axis], self._max_shards, wanted)
+        return _only_along(axis, max(1, shards), shape)
 
 
 class MaxSizePartitioner(_SizePartitioner):
@@ -130,9 +131,9 @@ class MaxSizePartitioner(_SizePartitioner):
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)
-        at = axis % len(shape)
-        others = math.prod([*shape[:at], *shape[at + 1 :]])
-        row = others * self._itemsize(dtype)
+        others = list(shape)
+        del others[axis]
+        row = math.prod(others) * self._itemsize(dtype)
         rows = max(1, self._max_shard_bytes // row if row else shape[axis])
         shards = max(1, -(-shape[axis] // rows))
         return _only_along(axis, min(shards, self._max_shards or shards), shape)

@@ -163,7 +163,8 @@ class ShardedVariable(Variable):
         for shard, offset in enumerate(self.offsets):
             # A shard gets an update without rows, too, because all ranks together update a distributed variable.
             (rows,) = np.nonzero(owners == shard)
-            parts.append(IndexedSlices(slices.values[rows], positions[rows] - offset))
+            indices = positions[rows] - offset
+            parts.append(IndexedSlices(slices.values[rows], indices))
         return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:

@@ -451,7 +451,11 @@ class SyncOnReadVariable(DistributedVariable):
             first = self.strategy.extended.first_replica_id
             for replica, copy in enumerate(self._values, first):
                 total = copy.read_value()
-                part = total // n + (total % n > replica) if arrays.is_integer(total) else total / n
+                if arrays.is_integer(total):
+                    has_one_more = total % n > replica
+                    part = total // n + has_one_more
+                else:
+                    part = total / n
                 copy.load_state(arrays.cast_like(part, total))
 
     def _update(self, method: str, operand: Any) -> Any:
