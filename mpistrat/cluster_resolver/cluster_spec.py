@@ -124,8 +124,8 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
             f"{tasks!r:.200}"
         )
     indexed: dict[int, str] = {}
-    for given, address in tasks.items():
-        index = _index(job, given)
+    for key, address in tasks.items():
+        index = _index(job, key)
         if index in indexed:
             raise ValueError(
                 f"ClusterSpec: a task index of job {job!r:.200} is given twice in {tasks!r:.200}"
