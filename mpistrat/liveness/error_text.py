@@ -58,7 +58,8 @@ def advice_for(error: BaseException, rank: int) -> str:
         )
         heading = next(map(" (docs/troubleshooting.md: {})".format, kinds), "")
         text = message_of(error) or type(error).__name__
-        if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
+        innermost = ["", *places_of(error)][-1]
+        if innermost.startswith(PACKAGE):
             text = _cause_and_advice(text)
         elif isinstance(error, KeyError):
             text = f"KeyError: {text}"  # the message is the key alone
