@@ -68,9 +68,9 @@ class Checkpoint:
     """
 
     def __init__(self, **objects: Any) -> None:
-        for name in (_STRATEGY, RANDOM, _RESIDUALS):
-            if name in objects:
-                raise ValueError(f"Checkpoint({name}=…): that name is taken; choose another")
+        taken = objects.keys() & {_STRATEGY, RANDOM, _RESIDUALS}
+        if taken:
+            raise ValueError(f"Checkpoint({min(taken)}=…): that name is taken; choose another")
         self.strategy = _strategy_of(objects)
         self.objects: dict[str, Any] = {
             _STRATEGY: self.strategy.extended,
@@ -87,12 +87,14 @@ class Checkpoint:
 
         Raises: TypeError for an object without a state; ValueError for a name that is no identifier.
         """
-        for name in self.objects:
+        found: dict[str, Any] = {}
+        for name, value in self.objects.items():
             if not (isinstance(name, str) and name.isidentifier()):
                 raise ValueError(
                     f"objects of a checkpoint have names such as 'model', got {name!r}"
                 )
-        return {name: stateful(name, value) for name, value in self.objects.items()}
+            found[name] = stateful(name, value)
+        return found
 
     def common_states(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, state) for each object with a common state: a state that is equal on all ranks.
@@ -114,7 +116,8 @@ class Checkpoint:
         for name, value in self.stateful_objects().items():
             if has_state_of_rank(value):
                 stays = getattr(value, "stays_with_rank", False) is True
-                (local if stays else exchanged)[name] = value.rank_state_dict()
+                states = local if stays else exchanged
+                states[name] = value.rank_state_dict()
         return exchanged, local
 
     def check_alike(self, purpose: Literal["save", "restore"]) -> None:
@@ -164,7 +167,9 @@ class Checkpoint:
         """
         with outside_replica_block(self.strategy):
             self.check_alike("restore")
-            common, ranks, local = state["common"], state["ranks"], state.get("local", {})
+            common = state["common"]
+            ranks = state["ranks"]
+            local = state.get("local", {})
             rank = self.strategy.extended.communicator.rank
             of_rank = {**state_of_some_rank(ranks, rank), **local}
             objects = self._objects_of(common, of_rank)
@@ -178,7 +183,9 @@ class Checkpoint:
                 if name not in of_rank and getattr(value, "either_state_suffices", False):
                     continue
                 if has_state_of_rank(value):
-                    states = {rank: local[name]} if name in local else _of_object(ranks, name)
+                    states = _of_object(ranks, name)
+                    if name in local:
+                        states = {rank: local[name]}
                     value.load_rank_state_dicts(states)
 
     def _classes(self) -> dict[str, str]:

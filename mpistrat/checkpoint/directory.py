@@ -96,8 +96,12 @@ class OpenDirectory:
 
     def _look(self) -> None:
         whole, _ = self._directory.checkpoints()
-        newest = whole[-1][1] if whole else Manifest(-1, 0, 0, {})
-        self._lock.newest, self._lock.names = newest.step, frozenset(self._directory.names())
+        newest = Manifest(-1, 0, 0, {})
+        if whole:
+            _, newest = whole[-1]
+        names = self._directory.names()
+        self._lock.newest = newest.step
+        self._lock.names = frozenset(names)
         self._lock.number = max(self._lock.number, newest.number)
         self._lock.is_new = False
 
@@ -111,12 +115,11 @@ class OpenDirectory:
         if step is None:
             step = self._lock.newest + 1
         name = f"step-{step:08}"
-        names = self._lock.names | self._lock.under_way
-        taken = [
-            int(match[2] or 1)
-            for match in map(_COMPLETE.fullmatch, names)
-            if match and int(match[1]) == step
-        ]
+        taken: list[int] = []
+        for other in self._lock.names | self._lock.under_way:
+            match = _COMPLETE.fullmatch(other)
+            if match and int(match[1]) == step:
+                taken.append(int(match[2] or 1))
         if taken:
             name += f".{max(taken) + 1}"
         self._lock.under_way.add(name)
@@ -125,7 +128,11 @@ class OpenDirectory:
         return UnfinishedCheckpoint(self._new_folder(name), path, step, self._lock.number)
 
     def _new_folder(self, name: str) -> str:
-        return os.path.join(self._path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
+        return self._random_path(f"{_UNFINISHED}{name}")
+
+    def _random_path(self, name: str) -> str:
+        suffix = os.urandom(4).hex()
+        return os.path.join(self._path, f"{name}-{suffix}")
 
     def sample(self) -> str:
         """Make a folder that other ranks look for, and return its path. The caller removes it."""
@@ -149,7 +156,8 @@ class OpenDirectory:
         durable_files.sync_folder(unfinished.folder)
         durable_files.rename(unfinished.folder, unfinished.path)
         name = os.path.basename(unfinished.path)
-        self._lock.newest, self._lock.names = step, self._lock.names | {name}
+        self._lock.newest = step
+        self._lock.names |= {name}
         self._lock.under_way.discard(name)
 
     def give_up(self, unfinished: UnfinishedCheckpoint) -> None:
@@ -161,11 +169,11 @@ class OpenDirectory:
         """Remove a file or a folder, as far as that is possible: errors are ignored."""
         import shutil  # imported here, so that `import mpistrat` stays fast
 
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            try:
                 os.unlink(path)
+            except IsADirectoryError:
+                shutil.rmtree(path, ignore_errors=True)
 
     def keep_newest(self, count: int) -> None:
         """Delete all complete checkpoints but the newest `count`. Errors of the deletion are ignored."""
@@ -180,7 +188,7 @@ class OpenDirectory:
         The folder is renamed first, so that nobody takes it for a checkpoint or adds files to it.
         """
         name = os.path.basename(path).removeprefix(_UNFINISHED)
-        deleted = os.path.join(self._path, f"{_DELETED}{name}-{os.urandom(4).hex()}")
+        deleted = self._random_path(f"{_DELETED}{name}")
         with contextlib.suppress(OSError):
             durable_files.rename(path, deleted)
             self.remove(deleted)

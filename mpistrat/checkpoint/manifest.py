@@ -62,7 +62,9 @@ class Manifest:
     files: Mapping[str, tuple[int, int]]
 
     def write(self, folder: str) -> None:
-        durable_files.write(os.path.join(folder, NAME), [sealed(dataclasses.asdict(self))])
+        path = os.path.join(folder, NAME)
+        content = dataclasses.asdict(self)
+        durable_files.write(path, [sealed(content)])
 
 
 def sealed(content: object) -> bytes:
@@ -98,12 +100,15 @@ def files_of(content: Any) -> dict[str, tuple[int, int]]:
     Raises: ValueError if `content` is anything else.
     """
     check(content, _FILES, "files")
+    files: dict[str, tuple[int, int]] = {}
     for name, entry in content.items():
         if len(entry) != 2 or entry[1] >> 32:
             raise ValueError(
                 f"files.{name!r:.80} is {entry!r:.80}, not a number of bytes and a CRC-32"
             )
-    return {name: (size, checksum) for name, (size, checksum) in content.items()}
+        size, checksum = entry
+        files[name] = (size, checksum)
+    return files
 
 
 def read_manifest(folder: str) -> Manifest:
@@ -131,9 +136,11 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     needed = {STATE}
     known = {STATE}
     for rank in range(ranks):
-        needed.add(f"{stem_of_rank(rank)}.json")
-        for stem in (stem_of_rank(rank), stem_of_parts(rank)):
-            known |= {f"{stem}.json", stem + ARRAYS}
+        states = stem_of_rank(rank)
+        parts = stem_of_parts(rank)
+        needed.add(f"{states}.json")
+        known |= {f"{states}.json", states + ARRAYS}
+        known |= {f"{parts}.json", parts + ARRAYS}
     missing = needed - files.keys()
     if missing:
         raise ValueError(f"{min(missing)} is not listed, though {ranks} ranks saved")

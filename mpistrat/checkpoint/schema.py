@@ -79,7 +79,7 @@ def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -
 
 def _in_words(schema: Schema) -> str:
     if isinstance(schema, tuple):
-        return " or ".join(map(_in_words, schema))
+        return " or ".join(_in_words(option) for option in schema)
     if isinstance(schema, range):
         return f"a whole number from {schema.start} to {schema.stop - 1}"
     if isinstance(schema, (dict, list)):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -61,12 +60,15 @@ class TensorRegion:
     @property
     def end(self) -> tuple[int, ...]:
         """The index after the last element, for each dimension."""
-        return tuple(map(operator.add, self.offset, self.shape))
+        pairs = zip(self.offset, self.shape, strict=False)
+        return tuple(begin + length for begin, length in pairs)
 
     def within(self, other: TensorRegion) -> tuple[slice, ...]:
         """Return the slices of this region in `other`, a region that contains it."""
         begins = np.subtract(self.offset, other.offset)
-        return tuple(map(slice, begins.tolist(), (begins + self.shape).tolist()))
+        ends = np.add(begins, self.shape)
+        pairs = zip(begins.tolist(), ends.tolist(), strict=True)
+        return tuple(slice(begin, end) for begin, end in pairs)
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
         """Return the region of the elements in both regions; its size is 0 if they share no element."""
@@ -81,7 +83,8 @@ def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     taken: set[str] = set()
     for path, value in leaves(state):
         if arrays.is_sharded(value):
-            name = unused(".".join(map(str, path)), taken)
+            joined = ".".join(str(key) for key in path)
+            name = unused(joined, taken)
             taken.add(name)
             yield name, value
 
@@ -141,7 +144,11 @@ def parts_to_save(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def sharded_arrays(state: Any) -> dict[str, ShardedArray]:
     """Return the `ShardedArray`s (they stand for sharded tensors) in a stored state, by name; empty without any."""
-    return {value.name: value for _, value in leaves(state) if isinstance(value, ShardedArray)}
+    found: dict[str, ShardedArray] = {}
+    for _, value in leaves(state):
+        if isinstance(value, ShardedArray):
+            found[value.name] = value
+    return found
 
 
 def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> None:
@@ -154,7 +161,9 @@ def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> 
     check(parts, {str: {str: {"offset": [COUNT], "values": _check_tensor}}}, "it")
     for name in parts.keys() & known.keys():
         for key, part in parts[name].items():
-            offset, values, whole = part["offset"], part["values"], known[name].get(key)
+            offset = part["offset"]
+            values = part["values"]
+            whole = known[name].get(key)
             end = TensorRegion(offset, values.shape).end
             if (
                 whole is None
@@ -248,10 +257,15 @@ class Assembly:
             )
         if isinstance(value, ShardedArray):
             return self._want(name, value, layout(path, value.shape, True))
-        if arrays.is_torch(value) and (like := layout(path, tuple(value.shape), False)) is not None:
-            local = value[_region(like).within(TensorRegion.whole(value.shape))]
-            return _spread_like(local.to(like.device, copy=True), like)
-        return value
+        if not arrays.is_torch(value):
+            return value
+        like = layout(path, tuple(value.shape), False)
+        if like is None:
+            return value
+        whole = TensorRegion.whole(value.shape)
+        part = _region(like).within(whole)
+        local = value[part].to(like.device, copy=True)
+        return _spread_like(local, like)
 
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
         """Return an uninitialized tensor in the layout of `like`, or, for None, a whole one. `_read` fills it later."""
@@ -262,7 +276,8 @@ class Assembly:
         if like is not None:
             region = _region(like)
             device = like.device
-        values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
+        dtype = getattr(torch, stored.dtype)
+        values = torch.empty(region.shape, dtype=dtype, device=device)
         wanted = _Wanted(region, values, region.size)
         self._wanted.setdefault((name, stored.name), []).append(wanted)
         return values if like is None else _spread_like(values, like)
@@ -275,8 +290,10 @@ class Assembly:
 
         Raises: ValueError if values are missing after all files.
         """
-        away = np.abs(np.arange(ranks) * self._size - self._rank * ranks)
-        savers = iter(np.argsort(away, kind="stable").tolist())
+        places = np.arange(ranks) * self._size
+        away = np.abs(places - self._rank * ranks)
+        nearest = np.argsort(away, kind="stable")
+        savers = iter(nearest.tolist())
         # Read on while a tensor lacks values.
         while missing := [
             key for key, wanted in self._wanted.items() if sum(w.missing for w in wanted)
@@ -291,9 +308,10 @@ class Assembly:
         for name, key in missing:
             part = parts.get(name, {}).get(key)
             if part is not None:
-                region = TensorRegion(tuple(part["offset"]), tuple(part["values"].shape))
+                values = part["values"]
+                region = TensorRegion(tuple(part["offset"]), tuple(values.shape))
                 for wanted in self._wanted[name, key]:
-                    wanted.take(region, part["values"])
+                    wanted.take(region, values)
 
 
 @dataclasses.dataclass
@@ -321,7 +339,9 @@ class _Wanted:
         if region in self.taken or not overlap.size:
             return
         self.taken.add(region)
-        self.values[overlap.within(self.region)].copy_(values[overlap.within(region)])
+        target = self.values[overlap.within(self.region)]
+        source = values[overlap.within(region)]
+        target.copy_(source)
         self.missing -= overlap.size
 
 
@@ -371,12 +391,12 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
     becomes a DTensor with a whole copy on each rank. Other tensors stay plain.
     """
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    parameters = dict(enumerate(in_order))
-    if not any(map(arrays.is_sharded, parameters.values())):
+    parameters = {("state", number): parameter for number, parameter in enumerate(in_order)}
+    if not any(arrays.is_sharded(parameter) for parameter in parameters.values()):
         return _nowhere
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
-        parameter: Any = parameters.get(path[1]) if len(path) > 2 and path[0] == "state" else None
+        parameter: Any = parameters.get(path[:2])
         if not arrays.is_sharded(parameter):
             return None
         if tuple(parameter.shape) == tuple(shape):
@@ -400,11 +420,12 @@ def _spread_like(local: Any, like: Any) -> Any:
     """Return a DTensor with the mesh, placements and shape of `like`, in the memory of `local`, this rank's part."""
     from torch.distributed.tensor import DTensor
 
+    contiguous = tuple(math.prod(like.shape[i + 1 :]) for i in range(like.ndim))
     return DTensor.from_local(
         local,
         like.device_mesh,
         like.placements,
         run_check=False,
         shape=like.shape,
-        stride=tuple(math.prod(like.shape[i + 1 :]) for i in range(like.ndim)),  # contiguous
+        stride=contiguous,
     )

@@ -61,22 +61,27 @@ class Encoder:
         return {"bytes": base64.b64encode(value).decode()}
 
     def _list(self, value: list[Any] | tuple[Any, ...], path: Path) -> list[Json]:
-        return [self.encode(element, (*path, str(i))) for i, element in enumerate(value)]
+        encoded = []
+        for i, element in enumerate(value):
+            place = (*path, str(i))
+            encoded.append(self.encode(element, place))
+        return encoded
 
     def _tuple(self, value: tuple[Any, ...], path: Path) -> Json:
         return {"tuple": self._list(value, path)}
 
     def _mapping(self, value: Mapping[Any, Any], path: Path) -> Json:
         encoded: dict[str, Json]
-        if {*map(type, value)} <= {str}:
-            encoded = {"dict": {k: self.encode(v, (*path, k)) for k, v in value.items()}}
+        if {type(key) for key in value} <= {str}:
+            entries = {key: self.encode(element, (*path, key)) for key, element in value.items()}
+            encoded = {"dict": entries}
         else:
-            encoded = {
-                "pairs": [
-                    [self.encode(k, (*path, "a key")), self.encode(v, (*path, str(k)))]
-                    for k, v in value.items()
-                ]
-            }
+            pairs = []
+            for key, element in value.items():
+                encoded_key = self.encode(key, (*path, "a key"))
+                encoded_element = self.encode(element, (*path, str(key)))
+                pairs.append([encoded_key, encoded_element])
+            encoded = {"pairs": pairs}
         if type(value) is not dict:
             encoded["of"] = type(value).__name__
         # A module's state has the versions of its classes here.
@@ -103,7 +108,8 @@ class Encoder:
                     "it keeps dense tensors that have values"
                 )
         elif arrays.is_cupy(value):
-            kind, value = "array", arrays.to_numpy(value)
+            kind = "array"
+            value = arrays.to_numpy(value)
         elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "OV":
             kind = "array" if isinstance(value, np.ndarray) else "scalar"
             value = np.asarray(arrays.unmasked(value))
@@ -147,7 +153,8 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
         return tree
     kind = next(iter(tree), "nothing")
     content: Any = tree.get(kind)
-    if kind not in _CONTENTS or not tree.keys() <= {kind, *_ATTRIBUTES.get(kind, ())}:
+    names = {kind, *_ATTRIBUTES.get(kind, ())}
+    if kind not in _CONTENTS or not tree.keys() <= names:
         raise ValueError(f"an unknown kind of value: {reprlib.repr(tree)}")
     check(content, _CONTENTS[kind], kind)
     if kind in _MAPPING_KINDS:
@@ -185,6 +192,11 @@ def _scalar(stored: StoredArray) -> Any:
     return array[()]
 
 
+def _complex(numbers: list[float]) -> complex:
+    real, imaginary = numbers
+    return complex(real, imaginary)
+
+
 def _of_torch(name: str, content: Any) -> Any:
     import torch
 
@@ -202,13 +214,13 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "device": functools.partial(_of_torch, "device"),
     "tuple": tuple,
     "float": float,
-    "complex": lambda numbers: complex(*numbers),
+    "complex": _complex,
     "bytes": functools.partial(base64.b64decode, validate=True),
 }
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
-    "Counter": lambda items: collections.Counter(dict(items)),
+    "Counter": collections.Counter,
 }
 
 
@@ -223,9 +235,10 @@ def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> A
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
     if kind == "dict":
-        items = [(key, decode(value, stored)) for key, value in tree[kind].items()]
+        items = {key: decode(value, stored) for key, value in tree[kind].items()}
     else:
-        items = decode(tree[kind], stored)
+        pairs = decode(tree[kind], stored)
+        items = dict(pairs)
     of = tree.get("of", "dict")
     check(of, str, "of")
     if of not in _MAPPINGS:
