@@ -9,9 +9,10 @@ import sys
 import threading
 import traceback
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_ROOM = os.path.dirname(os.path.abspath(__file__))
+PACKAGE = os.path.dirname(_ROOM) + os.sep
 # The folders of Python and of installed packages; "<frozen runpy>" starts modules.
 _INSTALLED = (sys.prefix + os.sep, sys.base_prefix + os.sep, "<frozen ")
 
@@ -89,10 +90,12 @@ def raised_at(error: BaseException, otherwise: str = "") -> str:
     """
     otherwise = getattr(error, "called_at", otherwise)
     text = "".join(traceback.format_exception_only(error))
-    in_worker = [f"{file}:{line} in {name}" for _, file, line, name in FRAME.findall(text)]
+    frames_in_worker = FRAME.findall(text)
+    in_worker = [f"{file}:{line} in {name}" for _, file, line, name in frames_in_worker]
     places = {_OF_PROGRAM: "", _OF_LIBRARY: ""}
     for place in places_of(error) + in_worker:
-        places[_owner_of(place.partition(":")[0])] = place
+        file, _, _ = place.partition(":")
+        places[_owner_of(file)] = place
     return places[_OF_PROGRAM] or otherwise or places[_OF_LIBRARY]
 
 
@@ -102,9 +105,12 @@ def message_of(error: BaseException) -> str:
     A DataLoader's error from a worker process holds the worker's traceback: only the message at its end is returned.
     An assert statement without a message gives "AssertionError: " and the text of its line.
     """
-    message = "".join(traceback.format_exception_only(error)).partition(": ")[2].strip()
-    after_frames = [message[frame.end() :].strip() for frame in FRAME.finditer(message)]
-    message = "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
+    text = "".join(traceback.format_exception_only(error))
+    message = text.partition(": ")[2].strip()
+    frames = FRAME.finditer(message)
+    after_frames = [message[frame.end() :].strip() for frame in frames]
+    in_worker = "".join(after_frames[-1:])
+    message = in_worker.removeprefix(f"{type(error).__name__}: ") or message
     if isinstance(error, AssertionError):
         bare = _BARE_ASSERT.search("".join(traceback.format_exception(error)))
         if bare is not None:
@@ -117,23 +123,30 @@ def places_of(error: BaseException) -> list[str]:
 
     It reads no source files, because a file system may hang. [] if the error was never raised.
     """
-    stack = traceback.walk_tb(error.__traceback__)
-    return [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
+    places = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        places.append(f"{code.co_filename}:{line} in {code.co_name}")
+    return places
 
 
 @functools.cache  # each collective looks at several frames
 def _owner_of(file: str) -> int:
     # The result may be cached: when a frame of a library is seen, the library has been loaded.
-    folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]
-    if file in _files_of(*_CALL_TORCH) or file.startswith((PACKAGE, *folders)):
+    libraries = _files_of("torch", "torch_xla")
+    folders = [os.path.dirname(library) + os.sep for library in libraries]
+    in_folder = file.startswith((PACKAGE, *folders))
+    if in_folder or file in _files_of(*_CALL_TORCH):
         return _BETWEEN
-    installed = file.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in file
+    of_packages = f"{os.sep}site-packages{os.sep}"
+    installed = file.startswith(_INSTALLED) or of_packages in file
     return _OF_LIBRARY if installed else _OF_PROGRAM
 
 
-def _files_of(*modules: str) -> list[str]:
+def _files_of(*modules: str) -> set[str]:
     """Return the files of the given modules; modules that are not loaded are left out."""
-    return list(filter(None, [getattr(sys.modules.get(m), "__file__", None) for m in modules]))
+    files: set[Any] = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    return files - {None}
 
 
 def call_site(frame: FrameType | SourceLine) -> str:
