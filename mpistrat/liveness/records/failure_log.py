@@ -142,29 +142,37 @@ class FailureLog:
         has had 0.1 s to pass on the other ranks' output. Ranks of nodes other than the first always wait a while for
         further failures.
         """
-        failed, now = self._entries(_FAILED), time.monotonic()
-        all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
-        if not all_failed and now - max((entry.at for entry in failed), default=0.0) <= self._pause:
+        failed = self._entries(_FAILED)
+        now = time.monotonic()
+        ranks = {entry.rank for entry in failed}
+        all_failed = len(ranks) == self._size and not self._patience
+        last = max((entry.at for entry in failed), default=0.0)
+        if not all_failed and now - last <= self._pause:
             return False
         if not all(self._is_said(entry.error) for entry in failed):
             return False
         # The launcher must have had time to pass on the output of other ranks.
-        others = (entry.at for entry in self._entries(_SAID) if entry.rank != self._rank)
-        return now - max(others, default=0.0) > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
+        said = self._entries(_SAID)
+        last = max((entry.at for entry in said if entry.rank != self._rank), default=0.0)
+        return now - last > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
 
     def _is_said(self, error: str) -> bool:
-        said = (entry.error for entry in self._entries(_SAID))
-        return any(error == OF_ANOTHER_RANK or _are_alike(error, other) for other in said)
+        said = self._entries(_SAID)
+        return any(error == OF_ANOTHER_RANK or _are_alike(error, entry.error) for entry in said)
 
     def _entries(self, wanted: str) -> list[NotedFailure]:
         """Return the entries of the kind `wanted` from the last 5 s, in the order of the file."""
         with open(self._path, encoding="utf-8") as file:
             # The last line may be half written.
             lines = file.read().rpartition("\n")[0].splitlines()
-        found = (line.split() for line in lines)
-        entries = [NotedFailure(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
         since = time.monotonic() - deadlines.NOTED_FAILURE_COUNTS
-        return [entry for entry in entries if entry.kind == wanted and entry.at > since]
+        entries = []
+        for line in lines:
+            kind, at, rank, error = line.split()
+            entry = NotedFailure(kind, int(rank), error, float(at))
+            if entry.kind == wanted and entry.at > since:
+                entries.append(entry)
+        return entries
 
     def _note(self, file: Any, kind: str, error: str) -> None:
         failure = NotedFailure(kind, self._rank, error)
@@ -186,11 +194,14 @@ class FailureLog:
 
 
 def _are_alike(first: str, second: str) -> bool:
-    return any(map(str.__eq__, first.split(".")[:2], second.split(".")[:2]))
+    words = first.split(".")[:2]
+    others = second.split(".")[:2]
+    return any(word == other for word, other in zip(words, others, strict=False))
 
 
 def _write(file: Any, failure: NotedFailure) -> None:
-    file.write(f"{failure.kind} {time.monotonic()} {failure.rank} {failure.error}\n")
+    now = time.monotonic()
+    file.write(f"{failure.kind} {now} {failure.rank} {failure.error}\n")
     file.flush()
 
 
@@ -206,7 +217,11 @@ def as_of_any_rank(traceback: str, rank: int) -> str:
     lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()
     # Indented lines are code, the same on all ranks. A number in them stays.
     messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]
-    if {n for i in messages for _, n in _NUMBER_OF_RANK.findall(lines[i])} == {str(rank)}:
+    numbers: set[str] = set()
+    for i in messages:
+        numbers.update(number for _, number in _NUMBER_OF_RANK.findall(lines[i]))
+    if numbers == {str(rank)}:
         for i in messages:
             lines[i] = _NUMBER_OF_RANK.sub(r"\1#", lines[i])
-    return hashlib.blake2b("\n".join(lines).encode(errors="replace"), digest_size=16).hexdigest()
+    content = "\n".join(lines).encode(errors="replace")
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -31,8 +31,12 @@ def ranks_in(folder: str) -> dict[int, int]:
 
     A record may be unfinished: then `RankRecord` raises OSError or ValueError for it.
     """
-    found = [(e.name, e.inode()) for e in os.scandir(folder) if e.name.startswith(_RECORD)]
-    return dict(sorted((int(name.removeprefix(_RECORD)), inode) for name, inode in found))
+    inodes: dict[int, int] = {}
+    for entry in os.scandir(folder):
+        if entry.name.startswith(_RECORD):
+            rank = int(entry.name.removeprefix(_RECORD))
+            inodes[rank] = entry.inode()
+    return dict(sorted(inodes.items()))
 
 
 def record_of(folder: str, rank: int) -> str:
@@ -175,7 +179,8 @@ class JobFolder:
     @classmethod
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
-            os.close(os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            made = os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            os.close(made)
             # The lock file is gone if a cleaner has removed it before we locked it.
             with contextlib.suppress(FileNotFoundError):
                 folder = cls(path)
@@ -206,7 +211,8 @@ class JobFolder:
         Args: rank: the process's rank, for the list's name.   Called by: each rank, once MPI has mapped its files.
         """
         with create(os.path.join(self.path, f"{_MAPPINGS}{rank}")) as file:
-            file.writelines(f"{inode} {path}\n" for inode, path in sorted(_shared_mappings()))
+            for inode, path in sorted(_shared_mappings().items()):
+                file.write(f"{inode} {path}\n")
 
     def remove_if_last(self) -> bool:
         """Remove the folder, and MPI's files that ranks have listed in it, unless another process of the job lives.
@@ -222,11 +228,11 @@ class JobFolder:
         return False
 
 
-def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
-    """Return (inode, path) of each of MPI's files in /dev/shm that the process `pid` maps, without deleted files."""
+def _shared_mappings(pid: str = "self") -> dict[int, str]:
+    """Return a dict from inode to path of MPI's files in /dev/shm that the process `pid` maps, but deleted files."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         files = _MAPPING.findall(maps.read())
-    return {(int(inode), path) for inode, path in files if not path.endswith(" (deleted)")}
+    return {int(inode): path for inode, path in files if not path.endswith(" (deleted)")}
 
 
 def remove_leftovers() -> list[str]:
@@ -238,9 +244,11 @@ def remove_leftovers() -> list[str]:
     for place in _places():
         root = os.path.join(place, _of_this_user())
         with contextlib.suppress(OSError):
-            found = [entry.path for entry in os.scandir(root)] if _is_ours(root) else []
             begins = f"{_of_this_user()}-"
-            found += [entry.path for entry in os.scandir(place) if entry.name.startswith(begins)]
+            entries = os.scandir(place)
+            found = [entry.path for entry in entries if entry.name.startswith(begins)]
+            if _is_ours(root):
+                found += [entry.path for entry in os.scandir(root)]
             for file in sorted(found):
                 path = file.removesuffix(_LOCK)
                 of_a_job = _LOCK_OF_A_JOB.fullmatch(os.path.basename(file))
@@ -271,10 +279,12 @@ def _remove_unmapped() -> list[str]:
         and entry.stat(follow_symlinks=False).st_mtime < old
     }
     mapped = _mapped_by_any() if left else set()
-    abandoned = [path for inode, path in left.items() if inode not in mapped]
-    for path in abandoned:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    abandoned = []
+    for inode, path in left.items():
+        if inode not in mapped:
+            abandoned.append(path)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
     return abandoned
 
 
@@ -284,9 +294,10 @@ def _mapped_by_any() -> set[int]:
     Raises: PermissionError if a process of this user hides its mappings.
     """
     inodes: set[int] = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    processes = [name for name in os.listdir("/proc") if name.isdigit()]
+    for pid in processes:
         try:
-            inodes.update(inode for inode, _ in _shared_mappings(pid))
+            inodes.update(_shared_mappings(pid))
         except PermissionError:
             if pid != _INIT and _is_process_of_ours(pid):
                 raise
@@ -304,7 +315,8 @@ def _remove_if_abandoned(path: str) -> bool:
     with contextlib.suppress(OSError):
         file = os.open(path + _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            is_free = lock(file) and os.fstat(file).st_uid == os.getuid()
+            owner = os.fstat(file).st_uid
+            is_free = owner == os.getuid() and lock(file)
             if is_free and (not os.path.lexists(path) or _is_ours(path)):
                 _remove(path)
                 return True

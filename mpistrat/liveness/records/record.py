@@ -134,12 +134,26 @@ class RankRecord:
         is still empty.
     """
 
-    pid, rank, size, stack_signal = map(_Word, (PID, RANK, SIZE, STACK_SIGNAL))
-    state, expendable = map(_Word, (STATE, EXPENDABLE))
-    abort, code, on_stall, stalled = map(_Word, (ABORT, CODE, ON_STALL, STALLED))
-    looked, ask, asked = map(_Word, (LOOKED, ASK, ASKED))
-    observer, say, starting, exits = map(_Word, (OBSERVER, SAY, STARTING, EXITS))
-    limit_is_set, noticed, began = map(_Word, (LIMIT_IS_SET, NOTICED, BEGAN))
+    pid = _Word(PID)
+    rank = _Word(RANK)
+    size = _Word(SIZE)
+    stack_signal = _Word(STACK_SIGNAL)
+    state = _Word(STATE)
+    expendable = _Word(EXPENDABLE)
+    abort = _Word(ABORT)
+    code = _Word(CODE)
+    on_stall = _Word(ON_STALL)
+    stalled = _Word(STALLED)
+    looked = _Word(LOOKED)
+    ask = _Word(ASK)
+    asked = _Word(ASKED)
+    observer = _Word(OBSERVER)
+    say = _Word(SAY)
+    starting = _Word(STARTING)
+    exits = _Word(EXITS)
+    limit_is_set = _Word(LIMIT_IS_SET)
+    noticed = _Word(NOTICED)
+    began = _Word(BEGAN)
     host = _HeaderText(1024, 256)
     end = _HeaderText(1280, 512)  # how the rank came to its end, as `ProgramExit.how`
 
@@ -148,7 +162,8 @@ class RankRecord:
         if path is None:
             self.map = mmap.mmap(-1, BYTES)
         else:
-            file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+            creates = os.O_CREAT | os.O_EXCL if create else 0
+            file = os.open(path, os.O_RDWR | creates, 0o600)
             try:
                 if create:
                     os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm causes a SIGBUS later
@@ -188,7 +203,8 @@ class RankRecord:
         self.rank = rank
         self.size = size
         self.began = began_at(self.pid)
-        self.words[LIMIT], self.on_stall = int(limit * 1e9), on_stall
+        self.words[LIMIT] = int(limit * 1e9)
+        self.on_stall = on_stall
         self.limit_is_set = int(limit_is_set)
         self.host = host
         self.words[VERSION] = MAGIC
@@ -237,7 +253,8 @@ class RankRecord:
         words = self.words
         now = time.monotonic_ns()
         nanoseconds = now - words[slot + SINCE]
-        words[_FIRST_WAITED + words[slot + ENTRY] % RING * _ENTRY_WORDS] = nanoseconds
+        place = words[slot + ENTRY] % RING
+        words[_FIRST_WAITED + place * _ENTRY_WORDS] = nanoseconds
         second = now // 1_000_000_000
         bucket = second % RING
         if words[_WAITED_SECOND + bucket] != second:
@@ -255,10 +272,15 @@ class RankRecord:
         waited = self.words[WAITED : WAITED + RING]
         seconds = self.words[_WAITED_SECOND : _WAITED_SECOND + RING]
         oldest = now // 1_000_000_000 - last
-        ended = sum(ns for ns, second in zip(waited, seconds, strict=True) if second >= oldest)
-        inside = {slot.since: self.entry_of(slot) for slot in self.slots() if slot.since}
-        waiting = [now - since for since, entry in inside.items() if entry and entry.waited < 0]
-        return (ended + min(max(waiting, default=0), last * 1_000_000_000)) / 1e9
+        by_second = zip(waited, seconds, strict=True)
+        ended = sum(nanoseconds for nanoseconds, second in by_second if second >= oldest)
+        longest = 0
+        for slot in self.slots():
+            entry = self.entry_of(slot)
+            if slot.since and entry and entry.waited < 0:
+                longest = max(longest, now - slot.since)
+        present = min(longest, last * 1_000_000_000)
+        return (ended + present) / 1e9
 
     @property
     def limit(self) -> float:
@@ -289,8 +311,12 @@ class RankRecord:
 
     def slots(self) -> list[CommunicatorSlot]:
         words = self.words
-        bases = range(_FIRST_SLOT, _FIRST_SLOT + words[SLOTS] * _SLOT_WORDS, _SLOT_WORDS)
-        return [CommunicatorSlot(base, *words[base + CALLS : base + _SLOT_WORDS]) for base in bases]
+        end = _FIRST_SLOT + words[SLOTS] * _SLOT_WORDS
+        found = []
+        for base in range(_FIRST_SLOT, end, _SLOT_WORDS):
+            of_slot = words[base + CALLS : base + _SLOT_WORDS]
+            found.append(CommunicatorSlot(base, *of_slot))
+        return found
 
     def last(self, count: int = RING) -> list[CallEntry]:
         """Return the rank's last collectives on all communicators, at most `count`, the latest first; [] without any.
@@ -298,7 +324,8 @@ class RankRecord:
         If the rank is entering a collective, the entry may be half written.
         """
         written = self.words[ENTRIES]
-        return [self._entry(n) for n in range(written, max(0, written - count), -1)]
+        before = max(0, written - count)
+        return [self._entry(number) for number in range(written, before, -1)]
 
     def lines_on(self, slot: int, number: int) -> tuple[int, list[str]]:
         """Return the rank, and the lines of its last calls on one communicator, the latest first, without barriers.
@@ -321,7 +348,8 @@ class RankRecord:
 
         Returns: None if there was no call, or if 64 later calls on other communicators have replaced it.
         """
-        if not slot.entry or self.words[ENTRIES] - slot.entry >= RING:
+        later_calls = self.words[ENTRIES] - slot.entry
+        if not slot.entry or later_calls >= RING:
             return None
         entry = self._entry(slot.entry)
         return entry if entry.slot == slot.base else None
@@ -329,8 +357,10 @@ class RankRecord:
     def _entry(self, number: int) -> CallEntry:
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
         *numbers, call_bytes, site_bytes, text = _ENTRY.unpack_from(self.map, offset)
-        parts = text[:call_bytes], text[call_bytes : call_bytes + site_bytes]
-        return CallEntry(*numbers, *(part.decode(errors="replace") for part in parts))
+        call = text[:call_bytes].decode(errors="replace")
+        site = text[call_bytes : call_bytes + site_bytes].decode(errors="replace")
+        calls, entered, waited, slot = numbers
+        return CallEntry(calls, entered, waited, slot, call, site)
 
 
 @dataclass(frozen=True)
