@@ -76,13 +76,15 @@ class ObservedRank:
         After an exec the process no longer catches the signal that asks a rank for its stack: so an exec is noticed.
         """
         number = self.record.stack_signal
-        is_the_rank = not number or self.letter in DEAD or processes.catches(self.pid, number)
-        return "" if is_the_rank else processes.command_of(self.pid)
+        if not number or self.letter in DEAD or processes.catches(self.pid, number):
+            return ""
+        return processes.command_of(self.pid)
 
     @property
     def who(self) -> str:
         record = self.record
-        return f"rank {record.rank} of {record.size} ({record.host}, pid {record.pid})"
+        place = f"{record.host}, pid {record.pid}"
+        return f"rank {record.rank} of {record.size} ({place})"
 
     @property
     def ended_well(self) -> bool:
@@ -204,13 +206,17 @@ class Wait:
     @property
     def noticed(self) -> bool:
         """Whether the observer has reported this collective after its timeout, and noted that in each waiting rank."""
-        return all(rank.record.noticed == slot.entry for rank, slot in self.inside.items())
+        waiting = self.inside.items()
+        return all(rank.record.noticed == slot.entry for rank, slot in waiting)
 
     def lasts(self) -> bool:
         """Whether one of the ranks in `inside` is still in this collective, by its present record."""
-        call = self.slot.group, self.slot.calls
-        slots = itertools.chain.from_iterable(rank.record.slots() for rank in self.inside)
-        return any((slot.group, slot.calls) == call and slot.since for slot in slots)
+        call = (self.slot.group, self.slot.calls)
+        for rank in self.inside:
+            for slot in rank.record.slots():
+                if slot.since and (slot.group, slot.calls) == call:
+                    return True
+        return False
 
 
 def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
@@ -246,9 +252,15 @@ def _wait_of(
     """
     last = max((slot for _, slot in waiting), key=operator.attrgetter("calls"))
     inside = {rank: slot for rank, slot in waiting if slot.calls == last.calls}
-    group, members = last.group, members_of(waiting[0][0].record.folder, last.group)
+    group = last.group
+    first, _ = waiting[0]
+    members = members_of(first.record.folder, group)
     here = [rank for rank in calls if group in calls[rank] or rank.number in members]
-    missing = [r for r in here if has_not_come(calls[r].get(group), last.calls, is_member=True)]
+    missing = []
+    for rank in here:
+        made = calls[rank].get(group)
+        if has_not_come(made, last.calls, is_member=True):
+            missing.append(rank)
     return Wait(inside, missing, last.size - len(here), members)
 
 
@@ -290,14 +302,17 @@ class FailureDetector:
         found = find_ranks(self._folder, known={rank.inode for rank in self.ranks})
         for rank in found:
             before = self._by_number.get(rank.number)
-            self.deaths = [dead for dead in self.deaths if dead is not before]
+            if before in self.deaths:
+                self.deaths.remove(before)
             self._by_number[rank.number] = rank
             with contextlib.suppress(OSError):  # there is no script, or it has ended
                 rank.script_file = processes.open_pidfd(rank.script)
             with contextlib.suppress(OSError):
-                line = os.open(line_of(self._folder, rank.number), os.O_RDONLY | os.O_NONBLOCK)
+                path = line_of(self._folder, rank.number)
+                line = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
                 self._by_line[line] = rank
-                self._epoll.register(line, select.EPOLLIN | select.EPOLLHUP | select.EPOLLET)
+                events = select.EPOLLIN | select.EPOLLHUP | select.EPOLLET
+                self._epoll.register(line, events)
             try:
                 pidfd = processes.open_pidfd(rank.pid)
             except ProcessLookupError:
@@ -350,9 +365,9 @@ class FailureDetector:
         """
         if rank.status not in AS_LAUNCHERS_KILL:
             return False
-        returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
-        had_left = bool(returned) and rank.record.state == LEFT
-        return had_left or any(r.ended_well for r in returned)
+        had_left = rank.record.state == LEFT
+        exited = [dead for dead in self.deaths if dead.status and os.WIFEXITED(dead.status)]
+        return any(had_left or dead.ended_well for dead in exited)
 
     def others_may_go_on(self) -> bool:
         """Whether the job may have ranks that can go on without the dead ranks.
@@ -361,7 +376,7 @@ class FailureDetector:
         """
         ranks = self.ranks
         elsewhere = len(ranks) < ranks[0].record.size
-        return elsewhere or any(not r.dead or r.record.state == LEFT for r in ranks)
+        return elsewhere or any(not rank.dead or rank.record.state == LEFT for rank in ranks)
 
     def exited_together(self, unexplained: Collection[ObservedRank]) -> bool:
         """Whether all ranks may have ended by os._exit(0) after the same collectives. Then nothing is to be reported.
@@ -375,8 +390,8 @@ class FailureDetector:
         if self.all_are_dead:
             # Before Linux 6.15 the kernel forgets a rank's exit status as soon as the launcher has read it. The
             # launcher may kill a rank that has announced its exit.
-            may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
-            return may_be_0 and not calls_differ(ranks)
+            announced_or_0 = (rank.record.exits or rank.status in (0, None) for rank in unexplained)
+            return all(announced_or_0) and not calls_differ(ranks)
         returned_0 = all(rank.status == 0 for rank in unexplained)
         is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
@@ -446,7 +461,9 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     if all(rank.closed for rank in deaths):
         deaths = sorted(deaths, key=operator.attrgetter("closed"))
     ended_themselves = [
-        r for r in deaths if r.status is not None and r.status & 0x7F not in AS_LAUNCHERS_KILL
+        rank
+        for rank in deaths
+        if rank.status is not None and rank.status & 0x7F not in AS_LAUNCHERS_KILL
     ]
     late = awaited(deaths, of_the_dead=True)
     missing = [rank for rank in deaths if rank in late]
@@ -456,4 +473,5 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
 def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether two ranks made different numbers of calls on a communicator, or a rank is in a call, or died in one."""
     calls = set().union(*(rank.calls.items() for rank in ranks))
-    return any(rank.inside for rank in ranks) or len(calls) > len(dict(calls))
+    numbers_differ = len(calls) > len(dict(calls))
+    return numbers_differ or any(rank.inside for rank in ranks)

@@ -42,8 +42,13 @@ class Account:
             members: ranks of the communicator, as numbers in the job. A member that has not made the communicator
                 yet is missing, too; a rank that is no member never is.
         """
-        made = {int(rank): calls.get(str(group)) for rank, calls in self.calls.items()}
-        return [r for r in made if has_not_come(made[r], call, is_member=r in members)]
+        missing = []
+        for number, calls in self.calls.items():
+            rank = int(number)
+            made = calls.get(str(group))
+            if has_not_come(made, call, is_member=rank in members):
+                missing.append(rank)
+        return missing
 
 
 def leave_accounts(folder: str, accounts: list[Account]) -> None:

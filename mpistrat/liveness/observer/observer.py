@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import signal
@@ -71,7 +70,8 @@ class Observer:
         The folder stays if another process still holds it after some seconds, see `_patience`. At the end, kill a
         launcher that would return 0 although the observer has reported a failure.
         """
-        detector, alone_since = self._detector, time.monotonic()
+        detector = self._detector
+        alone_since = time.monotonic()
         while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
             self._look()
             if not detector.all_are_dead or self._others_may_start():
@@ -222,8 +222,9 @@ class Observer:
 
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has asked about a stall in the last 15 s, because its observer then makes the report."""
-        asked = max((r.record.asked for r in self._detector.ranks), default=0) / 1e9
-        return asked > 0 and time.monotonic() - asked < deadlines.OBSERVER_REPORTS
+        requests = [rank.record.asked for rank in self._detector.ranks]
+        last = max(requests, default=0) / 1e9
+        return last > 0 and time.monotonic() - last < deadlines.OBSERVER_REPORTS
 
     def _judge_waits(self) -> None:
         """Report the longest wait in a collective that has lasted longer than its limit, and end the job or raise.
@@ -275,9 +276,11 @@ class Observer:
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)
-        call = wait.slot.group, wait.slot.calls, wait.members
-        missing = itertools.chain.from_iterable(other.missing(*call) for other in accounts)
-        lines = [*itertools.chain.from_iterable(other.lines for other in accounts)]
+        missing: list[int] = []
+        lines: list[str] = []
+        for other in accounts:
+            missing += other.missing(wait.slot.group, wait.slot.calls, wait.members)
+            lines += other.lines
         return report.stall_report(self._detector.going_on, wait, waited, missing, lines)
 
     def _ask_other_nodes(self, wait: Wait) -> list[Account]:
@@ -308,8 +311,10 @@ class Observer:
             with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
                 file.write(text)
         self._reported = time.monotonic()
+        stalled = wait.slot.group if wait else 0
         for rank in self._detector.ranks:
-            rank.record.code, rank.record.stalled = code, wait.slot.group if wait else 0
+            rank.record.code = code
+            rank.record.stalled = stalled
             rank.record.abort = action  # written last: the rank acts on it
         self._report_file.write(f"{text}\n")
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE)
@@ -317,7 +322,8 @@ class Observer:
     def _may_return_0(self) -> bool:
         """Whether MPICH's launcher may return 0, because a rank may have ended by os._exit(0)."""
         exits = any(rank.record.exits for rank in self._detector.ranks)
-        return exits or any(rank.status in (0, None) for rank in self._detector.unexplained())
+        statuses = {rank.status for rank in self._detector.unexplained()}
+        return exits or not statuses.isdisjoint((0, None))
 
     def _tell_where_the_report_is(self, seconds: float) -> None:
         """Print the report file's path once the file is written, and then close the stderr, so that the launcher ends.
@@ -365,8 +371,10 @@ class Observer:
             # MPI_Init, a rank's exit code ends no other rank.
             for rank in self._detector.ranks:
                 if not rank.record.abort and rank.record.state != ENDING:
-                    rank.record.code, rank.record.abort = 1, END
-        if not self._killed and (self._is_unheard(now) or ending > self._patience_with_ending()):
+                    rank.record.code = 1
+                    rank.record.abort = END
+        has_had_time = self._is_unheard(now) or ending > self._patience_with_ending()
+        if has_had_time and not self._killed:
             self._killed = True
             for rank in self._detector.ranks:
                 if rank.letter not in DEAD:
@@ -378,9 +386,9 @@ class Observer:
 
         Returns: False if the observer has not told the ranks anything, or has told them to raise StallError.
         """
-        raised = any(rank.record.abort == RAISE for rank in self._detector.ranks)
+        orders = [rank.record.abort for rank in self._detector.ranks]
         told_for = now - (self._reported or now)
-        return told_for >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS and not raised
+        return told_for >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS and RAISE not in orders
 
     def _patience_with_ending(self) -> float:
         """Return how many seconds the living ranks have after a rank began to end the job; then they are killed.
@@ -396,12 +404,15 @@ class Observer:
 
         That may be right. But if another rank waits for them in an MPI call of the user's program, the job hangs.
         """
-        ranks, leaving = self._detector.ranks, self._detector.in_state(LEAVING)
+        leaving = self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:
             return
         self._leaving_since = min(self._leaving_since, time.monotonic())
-        limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
-        if 0 < limit < waited and not all(rank.dead or rank.record.has_left for rank in ranks):
+        limit = leaving[0].record.limit
+        waited = self._pauses.seconds_since(self._leaving_since)
+        ranks = self._detector.ranks
+        all_leave = all(rank.dead or rank.record.has_left for rank in ranks)
+        if 0 < limit < waited and not all_leave:
             self._noticed_leaving = True
             notice = self._compose(functools.partial(report.leaving_notice, ranks, leaving, waited))
             self._say(f"\nmpistrat: {notice}\n")

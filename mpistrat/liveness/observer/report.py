@@ -52,7 +52,8 @@ def stall_report(
     if not suspects and not elsewhere:
         for rank, stack in _ask_for_stacks(wait.waiting[:_MOST_RANKS]):
             lines += [f"  {rank.who}", *_stack(rank, stack)]
-    lines += _what_they_do(_without(ranks, [*suspects, *wait.waiting]), group)
+    others = _without(ranks, [*suspects, *wait.waiting])
+    lines += _what_they_do(others, group)
     lines += lines_of_others
     lines += straggler([*wait.waiting, *wait.missing])
     lines.append(f"Every rank must make the same calls. If one is only slow, allow more: {more}.")
@@ -76,21 +77,25 @@ def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterabl
         suspects: `wait.suspects`.
         elsewhere: missing ranks on other nodes, as numbers in the job.
     """
-    missing = sorted([*elsewhere, *(rank.number for rank in wait.missing)])
+    here = [rank.number for rank in wait.missing]
+    missing = sorted([*elsewhere, *here])
     if missing:
-        return f"{_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
+        have = "has" if len(missing) == 1 else "have"
+        return f"{_numbers(missing)} {have} not come to it"
     return f"{_ranks(suspects)} entered it, and does not go on" if suspects else ""
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
     """Return the report of a death: how the rank `first` died, and the last collectives of the node's `ranks`."""
-    lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
+    how = _how_it_died(first)
+    lines = [f"{first.who} {how}", f"  it {_last_words(first)}"]
     lines += _spoken_at_death(first)
     others = _without(ranks, [first])
     lines += _in_calls(others)
     working = (rank for rank in others if not (rank.inside or rank.record.has_left))
     lines += [f"  rank {rank.number}: {_last_words(rank)}" for rank in working]
-    if first.record.size > len(ranks) and first.status in processes.AS_LAUNCHERS_KILL:
+    is_killed = first.status in processes.AS_LAUNCHERS_KILL
+    if is_killed and first.record.size > len(ranks):
         lines.append(
             "  If a rank of another node failed before, the launcher killed this one; each node reports for itself."
         )
@@ -111,8 +116,9 @@ def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> s
     first, *more = absent
     how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
     so_did = f" (so did {_ranks(more)})" if more else ""
+    wait = _verb(waiting, "wait")
     return (
-        f"{first.who} {how}{so_did}, but {_ranks(waiting)} {_verb(waiting, 'wait')} for all ranks to start MPI, or to "
+        f"{first.who} {how}{so_did}, but {_ranks(waiting)} {wait} for all ranks to start MPI, or to "
         "build the strategy.\nEvery rank must do so. Is the call inside an `if rank == 0:`, or did a rank end because "
         "it had nothing to do?"
     )
@@ -145,10 +151,14 @@ def straggler(ranks: list[ObservedRank]) -> list[str]:
 
     Returns: [] if fewer than two ranks live, or if the longest and the shortest wait differ by less than 1 s.
     """
-    waited = sorted((rank.record.seconds_waited(), rank.number) for rank in ranks if not rank.dead)
-    if len(waited) < 2 or waited[-1][0] - waited[0][0] < deadlines.STRAGGLER_WAITED_LESS:
+    living = [rank for rank in ranks if not rank.dead]
+    if not living:
         return []
-    (least, slowest), (most, other) = waited[0], waited[-1]
+    waited = [(rank.record.seconds_waited(), rank.number) for rank in living]
+    least, slowest = min(waited)
+    most, other = max(waited)
+    if most - least < deadlines.STRAGGLER_WAITED_LESS:
+        return []
     return [
         f"  In the last minute before, rank {slowest} was the slowest: it waited {least:.1f} s for others, "
         f"rank {other} waited {most:.1f} s."
@@ -165,14 +175,16 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     if not ranks:
         return []
     shown = ranks[:_MOST_RANKS]
-    used = [cpu_seconds(rank.pid) for rank in shown]
+    used = {rank: cpu_seconds(rank.pid) for rank in shown}
     started = time.monotonic()
     time.sleep(deadlines.OBSERVER_MEASURES_CPU_TIME)
     elapsed = time.monotonic() - started
-    states = [_state(rank, cpu, elapsed) for rank, cpu in zip(shown, used, strict=True)]
+    states = {rank: _state(rank, cpu, elapsed) for rank, cpu in used.items()}
     lines = []
-    for (rank, stack), state in zip(_ask_for_stacks(shown), states, strict=True):
-        lines += [f"  {rank.who} {state}; it {_last_words(rank, group)}", *_stack(rank, stack)]
+    for rank, stack in _ask_for_stacks(shown):
+        words = _last_words(rank, group)
+        lines.append(f"  {rank.who} {states[rank]}; it {words}")
+        lines += _stack(rank, stack)
     if len(ranks) > _MOST_RANKS:
         lines.append(f"  and {_ranks(ranks[_MOST_RANKS:])}")
     return lines
@@ -183,9 +195,11 @@ def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, Stack
 
     All ranks are asked at the same time, so that all together have 1.5 s to answer. Dead ranks are not asked.
     """
-    return [
-        (r, StackRequest(r.pid, 0 if r.dead else r.record.stack_signal, r.stacks)) for r in ranks
-    ]
+    asked = []
+    for rank in ranks:
+        number = 0 if rank.dead else rank.record.stack_signal
+        asked.append((rank, StackRequest(rank.pid, number, rank.stacks)))
+    return asked
 
 
 def _state(rank: ObservedRank, used: float, seconds: float) -> str:
@@ -213,7 +227,8 @@ def _last_words(rank: ObservedRank, group: int | None = None) -> str:
     Args: group: take the last collective on the communicator with this hash of its name; if there is none, or for
         None, the last collective on any communicator.
     """
-    record, slots = rank.record, rank.record.slots()
+    record = rank.record
+    slots = record.slots()
     of_group = (record.entry_of(slot) for slot in slots if slot.group == group)
     last = next(of_group, None) or next(iter(record.last(1)), None)
     words = "has not entered a collective" if last is None else _describe(rank, last)
@@ -225,12 +240,14 @@ def _last_words(rank: ObservedRank, group: int | None = None) -> str:
 
 
 def _describe(rank: ObservedRank, entry: CallEntry) -> str:
-    inside = any(slot.base == entry.slot and slot.since for slot in rank.record.slots())
+    slots = rank.record.slots()
+    inside = any(slot.base == entry.slot and slot.since for slot in slots)
     ago = (time.monotonic_ns() - entry.entered) / 1e9
     verb = "had finished"
     if inside:
         verb = "was in" if rank.dead else "is in"
-    return f"{verb} collective number {entry.number}, entered {ago:.1f} s ago: {entry.call}\n      at {entry.site}"
+    call = f"{entry.call}\n      at {entry.site}"
+    return f"{verb} collective number {entry.number}, entered {ago:.1f} s ago: {call}"
 
 
 def _stack(rank: ObservedRank, request: StackRequest) -> list[str]:
@@ -244,9 +261,11 @@ def _stack(rank: ObservedRank, request: StackRequest) -> list[str]:
 
 def _of_the_program(frames: list[str]) -> list[str]:
     """Return the frames, the innermost first, without the outer frames of `mpistrat run`, if it started the program."""
-    starts = (n for n, frame in enumerate(frames) if frame.endswith(f" in {_STARTS_PROGRAMS}"))
+    end = f" in {_STARTS_PROGRAMS}"
+    starts = (number for number, frame in enumerate(frames) if frame.endswith(end))
     inner = frames[: next(starts, None)]
-    while len(inner) < len(frames) and inner and _RUNPY.search(inner[-1]):
+    is_started = len(inner) < len(frames)
+    while is_started and inner and _RUNPY.search(inner[-1]):
         del inner[-1]
     return inner
 
@@ -271,9 +290,15 @@ def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
             if not slot.since or group not in (None, slot.group):
                 continue
             entry = rank.record.entry_of(slot)  # None if other threads have made 64 calls since
-            call = f"{entry.number}: {entry.call}\n      at {entry.site}" if entry else slot.calls
-            calls.setdefault(f"in collective number {call}", []).append(rank)
-    return [f"  {_ranks(those)} {_verb(those, 'wait')} {text}" for text, those in calls.items()]
+            text = f"in collective number {slot.calls}"
+            if entry:
+                text = f"in collective number {entry.number}: {entry.call}\n      at {entry.site}"
+            calls.setdefault(text, []).append(rank)
+    lines = []
+    for text, inside in calls.items():
+        wait = _verb(inside, "wait")
+        lines.append(f"  {_ranks(inside)} {wait} {text}")
+    return lines
 
 
 def _without(ranks: list[ObservedRank], others: list[ObservedRank]) -> list[ObservedRank]:
@@ -289,5 +314,7 @@ def _ranks(ranks: list[ObservedRank]) -> str:
 
 
 def _numbers(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
+    shown = ", ".join(str(number) for number in numbers[:16])
+    if len(numbers) > 16:
+        shown += ", ..."
     return f"rank{'s' * (len(numbers) > 1)} {shown}"
