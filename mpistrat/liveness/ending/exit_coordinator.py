@@ -97,14 +97,19 @@ class ExitCoordinator:
         if self.all_left() or not self._left:
             return None
         for name, waits in self._furthest.items():
-            ended = self._left.values()
-            missing = [left for left in ended if has_not_come(left.calls.get(name), waits.call)]
+            missing = []
+            for left in self._left.values():
+                made = left.calls.get(name)
+                if has_not_come(made, waits.call):
+                    missing.append(left)
             if missing:
-                return _never_comes(missing, waits), next((m.code for m in missing if m.code), 1)
+                codes = (left.code for left in missing if left.code)
+                return _never_comes(missing, waits), next(codes, 1)
         if self._first_failure is not None:
             since, left = self._first_failure
             if now - since > deadlines.COORDINATOR_WAITS_FOR_JOINT_EXITS:
-                text = f"{left.who} {left.how} while {self._size - len(self._left)} of {self._size} ranks still worked"
+                working = self._size - len(self._left)
+                text = f"{left.who} {left.how} while {working} of {self._size} ranks still worked"
                 return text, left.code
         return None
 
@@ -115,8 +120,10 @@ def _never_comes(missing: list[Left], waits: Waits) -> str:
     if more:
         ranks = ", ".join(str(left.rank) for left in more[:8])
         others = f" (so did rank{'s' * (len(more) > 1)} {ranks}{', …' * (len(more) > 8)})"
+    made = first.calls[waits.communicator]
+    advice = waits.raised or _ADVICE
     return (
         f"{first.who} {first.how}{others}, but another rank waits for it in a collective.\n"
-        f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"
-        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n{waits.raised or _ADVICE}"
+        f"  rank {first.rank}: left after collective number {made}\n"
+        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n{advice}"
     )

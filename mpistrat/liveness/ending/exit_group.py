@@ -89,10 +89,12 @@ class ExitGroup:
             collective = calls.waiting_in
             # Read last: each call sets it anew.
             since = calls.watch.record.words[calls.watch.slot + SINCE]
-            if collective is None or not since or now - since < deadlines.RANK_IS_STUCK * 1e9:
+            lasted = (now - since) / 1e9
+            if collective is None or not since or lasted < deadlines.RANK_IS_STUCK:
                 continue
             if self._reported.get(calls.name) != call:
-                self._reported[calls.name], stuck = call, True
+                self._reported[calls.name] = call
+                stuck = True
                 where = f"{collective}\n      at {calls.called_at}"
                 raised = calls.watch.left_out
                 if calls.raising:
@@ -110,7 +112,8 @@ class ExitGroup:
     def leave(self, end: ProgramExit) -> None:
         """Tell the exit coordinator how this rank's program has ended, and call `end`. Does not wait."""
         calls = {calls.name: calls.calls for calls in self.calls()}
-        self._send(Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls))
+        left = Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls)
+        self._send(left)
         self.end()
 
     def end(self) -> None:

@@ -26,11 +26,13 @@ class FallbackObserver:
         observed = observation.current
         if observed is None or observed.record.abort:
             return
-        record, now = observed.record, time.monotonic()
-        waits = any(
-            slot.since and 0 < record.limit_of(slot.timeout) < now - slot.since / 1e9
-            for slot in record.slots()
-        )
+        record = observed.record
+        now = time.monotonic()
+        waits = False
+        for slot in record.slots():
+            waited = now - slot.since / 1e9
+            if slot.since and 0 < record.limit_of(slot.timeout) < waited:
+                waits = True
         is_silent = now - record.looked / 1e9 > deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER
         self._silent = self._silent + 1 if waits and is_silent else 0
         if self._silent < SILENT_TIMES:

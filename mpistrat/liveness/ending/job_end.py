@@ -175,7 +175,8 @@ class JobEnd:
             if action == RAISE:
                 self._end_if_stuck_in_mpi()
             if self._interrupts.unanswered():
-                site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
+                main = threading.main_thread().ident or 0
+                site = call_site(sys._current_frames()[main])
                 _end_job(f"was interrupted, but stays in a call at {site}", 130)
 
     def _end_if_stuck_in_mpi(self) -> None:
@@ -184,10 +185,13 @@ class JobEnd:
         Called by: this object's thread, while the record's word ABORT is RAISE.
         """
         record = self.records.record
-        inside = [b.since for b in record.slots() if b.since and b.group == record.stalled]
         now = time.monotonic_ns()
+        inside_since = now
+        for slot in record.slots():
+            if slot.since and slot.group == record.stalled:
+                inside_since = min(inside_since, slot.since)
         self._raises_since = min(self._raises_since, now)
-        stuck_for = (now - max(min(inside, default=now), self._raises_since)) / 1e9
+        stuck_for = (now - max(inside_since, self._raises_since)) / 1e9
         if stuck_for > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE:
             sites = (calls.called_at for calls in self._calls() if calls.waiting_in)
             site = next(sites, "an unknown place")
@@ -218,7 +222,8 @@ class JobEnd:
             for action in self._last_actions:
                 action()
             self.records.record.state = LEFT
-            if not self.losses.happened and len(self._whole_groups()) < len(self._groups):
+            are_whole = len(self._whole_groups()) == len(self._groups)
+            if not are_whole and not self.losses.happened:
                 os._exit(end.code)  # a rank was lost just now: too late for `end_without_finalize`
         except KeyboardInterrupt:
             _end_job("was interrupted", 130)
@@ -319,8 +324,10 @@ def _end_as_reported(calls: Iterable[WatchedCalls], code: int) -> NoReturn:
     First print each error in `calls` that this rank waits to tell the other ranks: it may have caused the failure.
     """
     rank = rank_end()
-    for error in filter(None, [each.raising for each in calls]):
-        rank.say_last(f"{rank.who} failed\n{told_of(error, rank.rank)}")
+    for watched in calls:
+        error = watched.raising
+        if error is not None:
+            rank.say_last(f"{rank.who} failed\n{told_of(error, rank.rank)}")
     rank.abort(code)
 
 
