@@ -12,6 +12,7 @@ import json
 import os
 import time
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from mpistrat.communicators.costs.observations import MOST, Observation, are_near
@@ -25,7 +26,8 @@ FORMAT = 3
 def path_of(folder: str, key: dict[str, Any]) -> str:
     import hashlib  # imported here, so that `import mpistrat` stays fast
 
-    digest = hashlib.blake2b(_text_of(key).encode(), digest_size=8).hexdigest()
+    content = _text_of(key).encode()
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     return os.path.join(folder, f"costs-{digest}.json")
 
 
@@ -34,14 +36,16 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
     try:
         with open(path_of(folder, key), encoding="utf-8") as file:
             content = json.load(file)
-        if (content["format"], _text_of(content["key"])) != (FORMAT, _text_of(key)):
+        written = _text_of(content["key"])
+        if (content["format"], written) != (FORMAT, _text_of(key)):
             return []
         found = [Observation(**fields) for fields in content["observations"]]
         if not all(observation.is_possible() for observation in found):
             return []
         oldest = time.time() - deadlines.COSTS_LIVE
         newest = time.time() + deadlines.COSTS_MAY_BE_AHEAD
-        return sorted((o for o in found if oldest < o.when < newest), key=attrgetter("when"))
+        recent = [observation for observation in found if oldest < observation.when < newest]
+        return sorted(recent, key=attrgetter("when"))
     except Exception:  # of any class: another program may have written the file, or half of it
         return []
 
@@ -58,7 +62,8 @@ def add(folder: str, key: dict[str, Any], observation: Observation) -> None:
     kept = read(folder, key)
     near = [o for o in kept if are_near(o.distance, observation.distance)]
     far = [o for o in kept if o not in near]
-    observations = [dataclasses.asdict(o) for o in (*far, *[*near, observation][-MOST:])]
+    newest = [*near, observation][-MOST:]
+    observations = [dataclasses.asdict(o) for o in (*far, *newest)]
     content = {"format": FORMAT, "key": key, "observations": observations}
     with contextlib.suppress(OSError):  # a home folder that is read-only, or full
         make_folder(folder)
@@ -74,12 +79,11 @@ def add(folder: str, key: dict[str, Any], observation: Observation) -> None:
 
 
 def _remove_old(folder: str) -> None:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("costs-"):
-                with contextlib.suppress(OSError):  # another job has removed the file
-                    if time.time() - entry.stat().st_mtime > deadlines.COSTS_LIVE:
-                        os.unlink(entry.path)
+    for path in Path(folder).glob("costs-*"):
+        with contextlib.suppress(OSError):  # another job has removed the file
+            age = time.time() - path.stat().st_mtime
+            if age > deadlines.COSTS_LIVE:
+                path.unlink()
 
 
 def _text_of(key: Any) -> str:

@@ -39,7 +39,9 @@ def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[]
     """
     if segments is None:
         return 0.0
-    segment, next_one = segments[rank], segments[(rank + 1) % len(segments)]
+    following = (rank + 1) % len(segments)
+    segment = segments[rank]
+    next_segment = segments[following]
     here = np.ones_like(segment)
     seconds = []
     for _ in range(_TIMES):
@@ -48,8 +50,9 @@ def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[]
         written = time.perf_counter() - began
         meet()
         began = time.perf_counter()
-        here[:] = next_one
-        seconds.append(written + time.perf_counter() - began)
+        here[:] = next_segment
+        read = time.perf_counter() - began
+        seconds.append(written + read)
         meet()
     return statistics.median(seconds[1:])  # without the first write: no rank had read the memory
 
@@ -68,6 +71,7 @@ def distance_on_node(world: MPI.Intracomm) -> float:
     far = 0.0
     if segments is not None and node.size > 1:
         meet = Blocks(segments, node.rank, CommunicatorWatch()).tick
-        far = distance([segment[-NBYTES:] for segment in segments], node.rank, meet)
+        parts = [segment[-NBYTES:] for segment in segments]
+        far = distance(parts, node.rank, meet)
     node.Free()
     return far

@@ -92,11 +92,14 @@ class Costs:
         """
         if not self.routes:
             return max(floor, UNMEASURED)
-        this, that, largest = self.routes[way], self.routes[other], self.sizes[-1]
+        this = self.routes[way]
+        that = self.routes[other]
+        largest = self.sizes[-1]
         dearer = this.seconds(largest) > clearly * that.seconds(largest)
         if dearer and self.jobs >= ENOUGH:
             return math.inf
-        return max(floor, math.ceil(min(largest, this.cheaper_from(that))))
+        crossing = min(largest, this.cheaper_from(that))
+        return max(floor, math.ceil(crossing))
 
     def borders(self, way: str, other: str, floor: int) -> list[float]:
         """Return the sizes, in bytes, where the route changes: to `way` at the first, to `other` at the second, …
@@ -117,7 +120,8 @@ class Costs:
         times = self.seconds[way], self.seconds[other]
         for size, this, that in zip(self.sizes, *times, strict=False):
             if (this <= that) == (len(found) % 2 == 0):
-                found.append(max(floor, math.sqrt(smaller * size)))
+                border = math.sqrt(smaller * size)
+                found.append(max(floor, border))
             smaller = size
         later = math.inf
         if smaller < self.sizes[-1]:
@@ -141,11 +145,11 @@ class Costs:
         """
         if self is NOT_MEASURED:
             return "once something large has been combined"
-        starts = [f"from {border:.0f} " for border in borders[::2] if border < math.inf]
+        starts = [f"from {border:.0f}" for border in borders[::2] if border < math.inf]
         ends = [f"to {border:.0f} bytes" for border in borders[1::2]]
         pairs = itertools.zip_longest(starts, ends, fillvalue="bytes on")
-        ranges = " and ".join(map("".join, pairs)) or "never"
-        return f"{ranges}; of S bytes an all-reduce takes\n{self.explain()}"
+        ranges = " and ".join(f"{start} {end}" for start, end in pairs)
+        return f"{ranges or 'never'}; of S bytes an all-reduce takes\n{self.explain()}"
 
 
 NOT_MEASURED = Costs()
@@ -309,9 +313,12 @@ def measure(
             if name not in asleep:
                 awake += took[call, i]
                 ran += on_core
-        slowest = np.append(took, [distance(), time.perf_counter() - started])
+        apart = distance()
+        elapsed = time.perf_counter() - started
+        slowest = np.append(took, [apart, elapsed])
         communicator.all_reduce(slowest, "max")
-        rounds[-1].append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
+        times = slowest[:-2].reshape(took.shape)
+        rounds[-1].append(times.min(axis=0, initial=math.inf))
         distances.append(slowest[-2])
         if slowest[-1] >= seconds:
             break
@@ -326,9 +333,12 @@ def _timed(route: Route, buffer: Any, communicator: Communicator) -> tuple[float
     if isinstance(buffer, np.ndarray):
         buffer[...] = 0  # a program, too, has just written the values that it combines
     communicator.barrier()
-    began, ran_before = time.perf_counter(), time.thread_time()
+    began = time.perf_counter()
+    ran_before = time.thread_time()
     route(buffer)
-    return time.perf_counter() - began, time.thread_time() - ran_before
+    elapsed = time.perf_counter() - began
+    ran = time.thread_time() - ran_before
+    return elapsed, ran
 
 
 def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
@@ -344,7 +354,8 @@ def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
     first, *later = rounds
     whole = [times for times in later if len(times) == sizes]
     warm = [*itertools.chain(*later[:1])]
-    return np.array(whole or [[*warm, *first[len(warm) :]]])
+    cold = first[len(warm) :]
+    return np.array(whole or [[*warm, *cold]])
 
 
 def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
@@ -354,8 +365,11 @@ def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
     """
     if nbytes > _ONCE:
         return int(len(before) < 2)
-    longest = before[-1].max() if before else deadlines.RANK_MEASURES_CALLS
-    return int(max(1, min(_CALLS, deadlines.RANK_MEASURES_CALLS // longest)))
+    if not before:
+        return 1
+    longest = before[-1].max()
+    fitting = deadlines.RANK_MEASURES_CALLS // longest
+    return int(max(1, min(_CALLS, fitting)))
 
 
 def _joined(
@@ -391,22 +405,27 @@ def _joined(
     disturbed = measured.cpu_share < LEAST_CPU_SHARE
     counts = f"least of {len(measured.seconds)} rounds of calls of each of {len(least)} sizes"
     share = f"{100 * measured.cpu_share:.0f} %"
-    notes = [
-        f"measured {_date(time.time())}, in this job: {counts}",
-        f"and {_read(kept, key)}" if kept else "",
-        "the ranks' cores moved meanwhile, so the times are not kept for other jobs"
-        * (not measured.stayed),
-        f"other programs or ranks left a rank {share} of its core" * disturbed,
-    ]
-    return replace(_fitted(used, key, "; ".join(filter(None, notes))), disturbed=disturbed)
+    origin = f"measured {_date(time.time())}, in this job: {counts}"
+    if kept:
+        origin += f"; and {_read(kept, key)}"
+    if not measured.stayed:
+        origin += "; the ranks' cores moved meanwhile, so the times are not kept for other jobs"
+    if disturbed:
+        origin += f"; other programs or ranks left a rank {share} of its core"
+    costs = _fitted(used, key, origin)
+    return replace(costs, disturbed=disturbed)
 
 
 def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: str) -> Costs:
     """Return the costs: for each route, a line fitted to the least time that any job measured at each size."""
-    least, sizes = least_of(observations), key["memory"][1:]
+    least = least_of(observations)
+    sizes = key["memory"][1:]
     # One line cannot fit both times in the caches and times in memory.
     few = max(2, sum(size <= SIZES[-1] for size in sizes))
-    lines = {way: fitted(sizes[: len(times)][:few], times[:few]) for way, times in least.items()}
+    lines: dict[str, Cost] = {}
+    for way, times in least.items():
+        most = min(few, len(times))
+        lines[way] = fitted(sizes[:most], times[:most])
     return Costs(lines, origin, jobs=len(observations), sizes=sizes, seconds=least)
 
 

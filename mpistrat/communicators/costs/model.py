@@ -34,22 +34,29 @@ class Cost:
 
     def followed_by(self, other: Cost) -> Cost:
         """Return the cost of this route followed by `other`: both times are added, and the larger error counts."""
+        alpha = self.alpha + other.alpha
+        beta = self.beta + other.beta
         error = max(self.error, other.error)
-        return Cost(self.alpha + other.alpha, self.beta + other.beta, error)
+        return Cost(alpha, beta, error)
 
     def cheaper_from(self, other: Cost) -> float:
         """Return the least number of bytes for which this route costs no more than `other`; infinity for never."""
-        if self.beta > other.beta or (self.beta == other.beta and self.alpha > other.alpha):
-            return math.inf
-        if self.alpha <= other.alpha:
+        if self.alpha <= other.alpha and self.beta <= other.beta:
             return 0.0
-        return (self.alpha - other.alpha) / (other.beta - self.beta)
+        if self.beta >= other.beta:
+            return math.inf
+        later = self.alpha - other.alpha
+        gain = other.beta - self.beta
+        return later / gain
 
     def __str__(self) -> str:
         speed = f" ({1e-9 / self.beta:.3g} GB/s)" if self.beta else ""
+        microseconds = self.alpha * 1e6
+        nanoseconds = self.beta * 1e9
+        percent = 100 * self.error
         return (
-            f"{self.alpha * 1e6:.3g} us + {self.beta * 1e9:.3g} ns per byte{speed}, fitted within "
-            f"{100 * self.error:.0f} %"
+            f"{microseconds:.3g} us + {nanoseconds:.3g} ns per byte{speed}, fitted within "
+            f"{percent:.0f} %"
         )
 
 
@@ -64,20 +71,26 @@ def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
     """
     times = np.asarray(seconds, float)
     largest = max(nbytes)
-    terms = np.stack([1 / times, np.asarray(nbytes, float) / largest / times], axis=1)
+    sizes = np.asarray(nbytes, float) / largest
+    terms = np.stack([1 / times, sizes / times], axis=1)
     ones = np.ones(len(times))
     found: np.ndarray = np.linalg.lstsq(terms, ones, rcond=None)[0]
     if found.min() < 0:  # fit the other term alone
         kept = int(found.argmax())
+        term = terms[:, kept]
         found = np.zeros(2)
-        found[kept] = terms[:, kept].sum() / (terms[:, kept] ** 2).sum()
-    error = math.sqrt(((terms @ found - 1) ** 2).mean())
-    return Cost(float(found[0]), float(found[1]) / largest, error)
+        found[kept] = term.sum() / (term**2).sum()
+    errors = terms @ found - 1
+    error = math.sqrt((errors**2).mean())
+    alpha, beta = found.tolist()
+    return Cost(alpha, beta / largest, error)
 
 
 def slowest(costs: Iterable[Cost]) -> Cost:
     """Return the cost with the largest `alpha`, the largest `beta` and the largest `error` of `costs`."""
-    return Cost(*map(max, zip(*map(astuple, costs), strict=True)))
+    rows = np.array([astuple(cost) for cost in costs])
+    alpha, beta, error = rows.max(axis=0).tolist()
+    return Cost(alpha, beta, error)
 
 
 def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int, Cost, Cost]:
@@ -93,11 +106,17 @@ def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int,
     """
 
     def error(cut: int) -> float:
-        lines = fitted(nbytes[:cut], seconds[:cut]), fitted(nbytes[cut:], seconds[cut:])
-        return cut * lines[0].error ** 2 + (len(nbytes) - cut) * lines[1].error ** 2
+        lower, upper = lines(cut)
+        above = len(nbytes) - cut
+        return cut * lower.error**2 + above * upper.error**2
+
+    def lines(cut: int) -> tuple[Cost, Cost]:
+        lower = fitted(nbytes[:cut], seconds[:cut])
+        upper = fitted(nbytes[cut:], seconds[cut:])
+        return lower, upper
 
     best = min(range(3, len(nbytes) - 2), key=error)
-    lower, upper = fitted(nbytes[:best], seconds[:best]), fitted(nbytes[best:], seconds[best:])
+    lower, upper = lines(best)
     return nbytes[best - 1], lower, upper
 
 
@@ -113,7 +132,8 @@ def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
         seconds_per_byte: seconds that a link needs to move a byte.
     """
     steps = 2 * math.ceil(math.log2(nodes))
-    return Cost(steps * latency, 2 * (nodes - 1) / nodes * seconds_per_byte)
+    sent = 2 * (nodes - 1) / nodes
+    return Cost(steps * latency, sent * seconds_per_byte)
 
 
 def link(between: Cost, nodes: int) -> tuple[float, float]:

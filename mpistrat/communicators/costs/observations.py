@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 
@@ -41,8 +40,10 @@ class Observation:
 
     def is_possible(self) -> bool:
         """Whether clocks can have given these numbers: times are positive and finite, and the distance not negative."""
-        times = np.array([self.when, *itertools.chain(*self.seconds.values())])
-        return bool(self.distance >= 0 and times.min() > 0 and times.max() < math.inf)
+        measured = itertools.chain(*self.seconds.values())
+        times = np.array([self.when, *measured])
+        are_times = 0 < times.min() <= times.max() < math.inf
+        return bool(self.distance >= 0 and are_times)
 
 
 def are_near(*distances: float) -> bool:
@@ -51,17 +52,22 @@ def are_near(*distances: float) -> bool:
 
 def least_of(observations: Sequence[Observation]) -> dict[str, list[float]]:
     """Return for each route's name the least time of each size over all jobs; infinity for a size that none timed."""
-    times = {way: [o.seconds[way] for o in observations] for way in observations[0].seconds}
-    return {way: [*map(min, zip_longest(*of, fillvalue=math.inf))] for way, of in times.items()}
+    least: dict[str, list[float]] = {}
+    for way in observations[0].seconds:
+        of_jobs = [observation.seconds[way] for observation in observations]
+        of_sizes = itertools.zip_longest(*of_jobs, fillvalue=math.inf)
+        least[way] = [min(times) for times in of_sizes]
+    return least
 
 
 def suffice(observations: Sequence[Observation]) -> bool:
     """Whether no other job needs to measure: MOST jobs have, or ENOUGH have and the last was not clearly faster."""
     if not ENOUGH <= len(observations) < MOST:
         return len(observations) >= MOST
-    before, newest = least_of(observations[:-1]), observations[-1].seconds
-    return not any(
-        now < CLEARLY_FASTER * then
-        for way in newest
-        for now, then in zip_longest(newest[way], before[way], fillvalue=math.inf)
-    )
+    before = least_of(observations[:-1])
+    newest = observations[-1].seconds
+    for way, times in newest.items():
+        pairs = itertools.zip_longest(times, before[way], fillvalue=math.inf)
+        if any(now < CLEARLY_FASTER * then for now, then in pairs):
+            return False
+    return True
