@@ -41,8 +41,12 @@ def check_parts(buffer: Array, out: Array, size: int) -> None:
 
     Raises: ValueError unless `buffer` has `size` times as many rows as `out`, and the same dtype.
     """
-    expected = (size * out.shape[0], *out.shape[1:]) if out.ndim else (size,)
-    if (tuple(buffer.shape), dtype_name(buffer)) != (expected, dtype_name(out)):
+    expected: tuple[int, ...] = (size,)
+    if out.ndim:
+        rows, *row_shape = out.shape
+        expected = (size * rows, *row_shape)
+    shape = tuple(buffer.shape)
+    if (shape, dtype_name(buffer)) != (expected, dtype_name(out)):
         raise ValueError(
             f"reduce_scatter over {size} ranks into {_described(out)} needs a buffer of {size} "
             f"times as many rows, got {_described(buffer)}"
@@ -54,7 +58,8 @@ def check_gathered(buffer: Array, out: Array, size: int) -> None:
 
     Raises: ValueError unless `out` has `size` times as many elements as `buffer`, in any shape, and the same dtype.
     """
-    if (num_elements(out), out.dtype) != (size * num_elements(buffer), buffer.dtype):
+    expected = size * num_elements(buffer)
+    if (num_elements(out), out.dtype) != (expected, buffer.dtype):
         raise ValueError(
             f"all_gather_into over {size} ranks of {_described(buffer)} needs an out of "
             f"{size} times as many elements, got {_described(out)}"
@@ -75,10 +80,11 @@ def check_exchange(
             f"and {_described(out)}"
         )
     for name, array, counts in (("sent", buffer, sent), ("received", out, received)):
-        if (len(counts), sum(counts)) != (size, array.shape[0]) or min(counts) < 0:
+        rows = array.shape[0]
+        if (len(counts), sum(counts)) != (size, rows) or min(counts) < 0:
             raise ValueError(
                 f"all_to_all over {size} ranks: {name} must be {size} counts that add up to the "
-                f"{array.shape[0]} rows, got {list(counts)}"
+                f"{rows} rows, got {list(counts)}"
             )
 
 

@@ -28,7 +28,8 @@ class RecycledBuffers:
     """
 
     def __init__(self, kept: int = 4, buffers: Sequence[np.ndarray] = ()) -> None:
-        self._kept, self._buffers = kept, list(buffers)
+        self._kept = kept
+        self._buffers = list(buffers)
 
     def free(self, nbytes: int) -> np.ndarray | None:
         """Return the first `nbytes` bytes of a large enough buffer that nothing uses; None if there is none."""
@@ -37,21 +38,24 @@ class RecycledBuffers:
 
     def are_idle(self) -> bool:
         """Whether nothing outside this object refers to any of the buffers."""
-        return all(map(self._is_idle, range(len(self._buffers))))
+        return all(self._is_idle(index) for index in range(len(self._buffers)))
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         """Return an uninitialized C-contiguous array on the host. Its memory is in use while the array or a view lives.
 
         Returns: a NumPy array for a NumPy dtype, a CPU tensor for a torch dtype.
         """
-        nbytes, of_numpy = math.prod(shape) * dtype.itemsize, isinstance(dtype, np.dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        of_numpy = isinstance(dtype, np.dtype)
         if nbytes < SMALLEST:
             if of_numpy:
                 return np.empty(shape, dtype)
             return sys.modules["torch"].empty(shape, dtype=dtype, device="cpu")
         index = self._idle(nbytes, nbytes)
         if index is None:
-            index, self._buffers = 0, [np.empty(nbytes, np.uint8), *self._buffers][: self._kept]
+            added = np.empty(nbytes, np.uint8)
+            self._buffers = [added, *self._buffers][: self._kept]
+            index = 0
         memory = self._buffers[index]
         if of_numpy:
             return memory.view(dtype).reshape(shape)

@@ -142,14 +142,18 @@ def address_that_all_reach(ranks: Ranks) -> str:
         offer = answering and ((*own_addresses(), LOOPBACK), answering.port, answering.token)
         addresses, port, token = comm.bcast(offer)
         tries = topology.node > 0 and topology.local_rank == 0
-        answers = comm.allgather(reached(addresses, port, token) if tries else None)
+        answer = reached(addresses, port, token) if tries else None
+        answers = comm.allgather(answer)
     tried = ""
     for i, address in enumerate(addresses):
         missed = [rank for rank, reaches in enumerate(answers) if reaches and not reaches[i]]
         if not missed:
             return str(address)
         hosts = [topology.hosts[topology.node_of_rank[rank]] for rank in missed[:8]]
-        tried += f"\n  {address} is not reached from {', '.join(hosts)}{', …' * (len(missed) > 8)}"
+        listed = ", ".join(hosts)
+        if len(missed) > 8:
+            listed += ", …"
+        tried += f"\n  {address} is not reached from {listed}"
     raise RuntimeError(
         f"rank {ranks.rank}: the nodes of this job cannot connect to that of rank 0 ({topology.hosts[0]}), which holds "
         f"the store of torch.distributed.\nIts addresses:{tried}\n"

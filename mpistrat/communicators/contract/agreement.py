@@ -147,9 +147,11 @@ class SharedMemoryAgreement(CallAgreement):
             number = own.words[slot + CALLS]
             with contextlib.suppress(OSError):  # no common folder, or another rank has told it
                 other = RankRecord(record_of(own.folder, words[RANK]))
-                lines = own.lines_on(slot, number), other.lines_on(position - WORD, number)
-                if find_left_out(self._watch, *lines):
-                    with open(os.path.join(own.folder, "left-out"), "x", opener=private):
+                own_lines = own.lines_on(slot, number)
+                other_lines = other.lines_on(position - WORD, number)
+                if find_left_out(self._watch, own_lines, other_lines):
+                    path = os.path.join(own.folder, "left-out")
+                    with open(path, "x", opener=private):
                         tell(self._watch.left_out)
         return True
 
@@ -176,7 +178,8 @@ class MessageAgreement(CallAgreement):
             wait_until(arrived, self._watch)
         if pair[0] + pair[1] == 0:
             return True
-        largest, smallest = int(pair[0]), -int(pair[1])
+        largest = int(pair[0])
+        smallest = -int(pair[1])
         if largest >> LINE_BITS != smallest >> LINE_BITS:
             return False
         if self._compares(largest & _LINE, smallest & _LINE):  # all ranks have counted the same

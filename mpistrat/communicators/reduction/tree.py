@@ -67,7 +67,8 @@ class ReductionTree:
     @property
     def one_each(self) -> bool:
         """Whether every rank holds exactly one sum."""
-        return set(map(len, self.held)) == {1}
+        numbers = {len(parts) for parts in self.held}
+        return numbers == {1}
 
     def within(self, ranks: Sequence[int]) -> ReductionTree:
         """Return the tree over only some `ranks`: the additions that they can make without the other ranks."""
@@ -124,8 +125,8 @@ class TreeSum(Arithmetic):
 
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         outs = [out] if len(self._tree.left) == 1 else list(out)
-        length, step = len(pieces[0]), _CHUNK // self.itemsize
-        for start in range(0, length, step):
+        step = _CHUNK // self.itemsize
+        for start in range(0, len(pieces[0]), step):
             chunk = slice(start, start + step)
             self._combine([piece[chunk] for piece in pieces], [out[chunk] for out in outs], scale)
 

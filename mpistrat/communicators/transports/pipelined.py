@@ -107,7 +107,8 @@ class PipelinedTransport(Transport):
         All ranks send and receive in the same order, so all messages have the same tag.
         """
         how = arithmetic_of(operands.buffer.dtype, operands.reduction.op)
-        source, target = bytes_of(operands.buffer), bytes_of(operands.target)
+        source = bytes_of(operands.buffer)
+        target = bytes_of(operands.target)
         length = TO_EACH * min(self.size, _MOST_RANKS)
         firsts = range(0, len(source), length)
         pieces = (slice(first, min(first + length, len(source))) for first in firsts)
@@ -124,7 +125,8 @@ class PipelinedTransport(Transport):
                     total = target[piece]
                     bounds = share_of(len(total), how.itemsize, self.size)
                     part = how.view(total[slice(*bounds[self.rank])])
-                    how.combine(list(map(how.view, parts)), part, operands.reduction.scale)
+                    views = [how.view(arrived) for arrived in parts]
+                    how.combine(views, part, operands.reduction.scale)
                     leaving.append(self._gather(total, bounds))
                     if len(leaving) > _ON_THEIR_WAY:
                         self._wait(leaving[0])
@@ -147,7 +149,9 @@ class PipelinedTransport(Transport):
         bounds = share_of(len(source), how.itemsize, self.size)
         kept = source[slice(*bounds[self.rank])]
         parts = [kept if peer == self.rank else np.empty_like(kept) for peer in range(self.size)]
-        return self._exchange([source[slice(*cut)] for cut in bounds], parts), parts
+        sent = [source[slice(*cut)] for cut in bounds]
+        requests = self._exchange(sent, parts)
+        return requests, parts
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:
         """Begin to send this rank's part of `total` to all ranks, and to receive the other parts into `total`."""

@@ -69,7 +69,8 @@ class RingTransport(Transport):
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
         """Combine part r of all ranks into rank r's `parts[r]`; a rank's other parts get sums of some ranks only."""
-        arrived = np.empty(max(map(len, parts)), parts[0].dtype)
+        longest = max(len(part) for part in parts)
+        arrived = np.empty(longest, parts[0].dtype)
         how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
             part = parts[self.rank - step - 1]
@@ -84,7 +85,8 @@ class RingTransport(Transport):
 
     def _exchange(self, sent: np.ndarray, received: np.ndarray) -> None:
         """Send `sent` to the next rank, and at the same time receive `received` from the previous rank."""
-        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        before = (self.rank - 1) % self.size
+        after = (self.rank + 1) % self.size
         self._mpi.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
 
     def reduce_scatter(self, operands: Operands) -> None:
