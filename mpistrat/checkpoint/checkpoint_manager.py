@@ -221,7 +221,8 @@ class CheckpointManager:
         entry = step, error is None, reserved
         entries = self._communicator.all_gather_object(entry, label="begin of a checkpoint")
         steps, are_well, checkpoints = zip(*entries, strict=True)
-        if error is None and len(set(map(repr, steps))) > 1:
+        different = {repr(each) for each in steps}
+        if error is None and len(different) > 1:
             error = ValueError(f"the ranks save different steps: {[*steps]}, by rank")
         if error is not None or False in are_well:
             self._communicator.raise_any(error, "could not begin a checkpoint")
@@ -454,7 +455,8 @@ def _report_unraised_at_exit() -> None:
 
 def _report_unraised() -> None:
     """Print the errors of saves that nobody waited for. Called at exit, when the threads have ended."""
-    for saving in [manager._saving for manager in _managers]:
+    for manager in list(_managers):
+        saving = manager._saving
         if saving is not None and saving.error is not None:
             tell(
                 f"the checkpoint {saving.checkpoint.path} was not written: {type(saving.error).__name__}: "

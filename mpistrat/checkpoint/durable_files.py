@@ -30,7 +30,7 @@ def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
     """
     # Before Python 3.12 the types do not know that an array is a buffer, too.
     views = [memoryview(cast("bytes", chunk)) for chunk in chunks]
-    total = sum(map(len, views))
+    total = sum(len(view) for view in views)
     if path.endswith(".json") and total > MOST_BYTES_OF_JSON:
         raise ValueError(
             f"{path} would have {total} bytes, more than the {MOST_BYTES_OF_JSON} that are read: long lists in a "

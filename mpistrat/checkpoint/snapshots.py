@@ -39,9 +39,12 @@ class Snapshots:
             state: the states, as `Checkpoint.state_dict` returns them.
         Raises: TypeError for a value that a checkpoint cannot keep.
         """
-        common, files = state["common"], dict[str, Any]()
-        trees = {stem_of_rank(rank): {**state["ranks"][rank], **state["local"]}}
-        if parts := parts_to_save(common):
+        common = state["common"]
+        files: dict[str, Any] = {}
+        own = {**state["ranks"][rank], **state["local"]}
+        trees = {stem_of_rank(rank): own}
+        parts = parts_to_save(common)
+        if parts:
             trees[stem_of_parts(rank)] = parts
         for name, tree in trees.items():
             files[f"{name}.json"] = _json(self._encode(name, "", tree, files))

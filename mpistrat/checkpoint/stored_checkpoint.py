@@ -51,7 +51,7 @@ class StoredCheckpoint:
             classes = trees.pop(CLASSES, {})  # earlier versions saved none
             check(classes, {str: str}, CLASSES)
         states = {}
-        for name in filter(objects.__contains__, trees):
+        for name in sorted(objects.keys() & trees.keys()):
             states[name] = self._decode(STATE, name, trees[name])
             with self._damaged(STATE):
                 check_state(name, objects[name], states[name], "state_schema")
@@ -115,7 +115,8 @@ class StoredCheckpoint:
         return durable_files.read(os.path.join(self.path, name), *self.manifest.files[name])
 
     def _json(self, name: str) -> Any:
-        durable_files.check_short(os.path.join(self.path, name), self.manifest.files[name][0])
+        size, _ = self.manifest.files[name]
+        durable_files.check_short(os.path.join(self.path, name), size)
         content = self._read(name).tobytes()
         with self._damaged(name):
             return parsed(content)

@@ -59,11 +59,14 @@ class Snapshot:
         places: dict[str, slice] = {}
         end = 0
         for name, array in sorted(named.items(), key=lambda item: _order(item[1])):
-            start, end = end, end + arrays.num_elements(array) * arrays.itemsize(array)
+            start = end
+            end += arrays.num_elements(array) * arrays.itemsize(array)
             places[name] = slice(start, end)
-            code, shape = _code(array), list(array.shape)
+            code = _code(array)
+            shape = list(array.shape)
             if code is None:
-                code, shape = _AS_BYTES, [end - start]
+                code = _AS_BYTES
+                shape = [end - start]
                 foreign[name] = _described(array)
             entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
         if foreign:
@@ -216,14 +219,16 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
     stored = {}
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, size = end, math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
+        begin = end
+        size = math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
         end += size
         if entry["data_offsets"] != [begin, end]:
             raise ValueError(
                 f"{name!r:.80} is at {entry['data_offsets']}: it has {size} bytes, and the next free byte is {begin}"
             )
         dtype, shape = foreign.get(name) or (_DTYPES[entry["dtype"]], entry["shape"])
-        stored[name] = StoredArray(dtype, tuple(shape), content[start + begin : start + end])
+        data = content[start + begin : start + end]
+        stored[name] = StoredArray(dtype, tuple(shape), data)
     if start + end != len(content):
         raise ValueError(f"its arrays end at byte {start + end} of {len(content)}")
     return stored
