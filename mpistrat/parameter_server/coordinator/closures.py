@@ -119,7 +119,8 @@ class ClosureQueue:
             if self._cancelling or self._pauses:
                 return []
             was_full = len(self._waiting) >= self._most
-            taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            number = min(most, len(self._waiting))
+            taken = [self._waiting.popleft() for _ in range(number)]
             self.under_way.update(taken)
             if was_full and taken:
                 self.changed.notify_all()

@@ -92,8 +92,13 @@ class ResourceTable:
         Args: makes: one function for all workers, or one for each worker.
         Raises: the error of pickling.
         """
-        packed, needs = zip(*map(self.pack, makes), strict=True)
-        return Resource(self, packed, [*itertools.chain(*needs)])
+        packed = []
+        needs: list[Resource] = []
+        for make in makes:
+            payload, resources = self.pack(make)
+            packed.append(payload)
+            needs += resources
+        return Resource(self, packed, needs)
 
     def pack(self, value: Any) -> tuple[bytes, list[Resource]]:
         """Return `value` pickled, and all resources that a worker needs to unpickle it (also indirectly).

@@ -71,8 +71,11 @@ class RemoteTensor:
         """
         bounds = [*itertools.accumulate(self.rows, initial=0)]
         cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
-        slices = map(slice, cuts[:-1], cuts[1:])
-        return [*zip(self.addresses, bounds[:-1], slices, strict=True)]
+        parts = []
+        for number, address in enumerate(self.addresses):
+            part = slice(cuts[number], cuts[number + 1])
+            parts.append((address, bounds[number], part))
+        return parts
 
     def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows at `indices` (int64, ascending, shape [n]), on the device of `indices`.
@@ -80,7 +83,8 @@ class RemoteTensor:
         Raises: IndexError if a row does not exist.
         """
         count = sum(self.rows)
-        for row in (*indices[:1].tolist(), *indices[-1:].tolist()):
+        first_and_last = indices[:1].tolist() + indices[-1:].tolist()
+        for row in first_and_last:
             if not 0 <= row < count:
                 raise IndexError(f"row {row} of an embedding of {count} rows does not exist")
         parts = [
@@ -177,7 +181,10 @@ class RemoteTensors:
         """Pull the servers' values into the tensors of `held`. An owner first sends the tensors that it has written."""
         if self.owns:
             self.send_written(held)
-        self.client.pull_into([piece for remote, tensor in held for piece in remote.pieces(tensor)])
+        pieces = []
+        for remote, tensor in held:
+            pieces += remote.pieces(tensor)
+        self.client.pull_into(pieces)
         for remote, tensor in held:
             remote.version = version(tensor)
 
@@ -187,10 +194,13 @@ class RemoteTensors:
         Torch's version counters show the writes. Called by: the rank that owns the tensors, in `sync` and before a
         function that uses a tensor is sent.
         """
-        written = [(remote, tensor) for remote, tensor in held if version(tensor) != remote.version]
-        self.client.change(
-            [change for remote, tensor in written for change in remote.changes("assign", tensor)]
-        )
+        written = []
+        changes: list[Change] = []
+        for remote, tensor in held:
+            if version(tensor) != remote.version:
+                written.append((remote, tensor))
+                changes += remote.changes("assign", tensor)
+        self.client.change(changes)
         for remote, tensor in written:
             remote.version = version(tensor)
 

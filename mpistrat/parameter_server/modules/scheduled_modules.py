@@ -76,10 +76,14 @@ class WorkerModules(StrategyModules):
         return None
 
     def _make(self, kind: str, places: Places, device: str) -> torch.Tensor:
-        addresses = [self._tensors.client.find(server, number) for server, number in places]
-        shape, dtype = addresses[0].spec.shape, addresses[0].spec.native_dtype
+        find = self._tensors.client.find
+        addresses = [find(server, number) for server, number in places]
+        spec = addresses[0].spec
+        shape = spec.shape
+        dtype = spec.native_dtype
         if len(addresses) > 1:
-            shape = (sum(address.spec.shape[0] for address in addresses), *shape[1:])
+            rows = sum(address.spec.shape[0] for address in addresses)
+            shape = (rows, *shape[1:])
         device = self.parts.replicas.device_of_modules or device  # the key has the chief's device
         memory = torch.zeros((), dtype=dtype, device=device).expand(shape)
         if kind != ROWS:
