@@ -98,7 +98,7 @@ class IdempotencyCache:
         self._over_before = 0  # the id before which all closures have ended
 
     def __len__(self) -> int:
-        return sum(map(len, self._outcomes.values()))
+        return sum(len(outcomes) for outcomes in self._outcomes.values())
 
     def once(
         self, update: Update, name: str, make: Callable[[], InlineTensor | None]
@@ -134,12 +134,15 @@ class IdempotencyCache:
         """
         self._over_before = max(self._over_before, over_before)
         # `over` may lack a closure that was begun repeatedly. Sessions have numbers below 0.
-        gone = {*over, *(work for work in self._outcomes if 0 <= work < over_before)}
-        for work in gone & self._outcomes.keys():
-            del self._outcomes[work]
+        ended = {*over}
+        for work in [*self._outcomes]:
+            if work in ended or 0 <= work < over_before:
+                del self._outcomes[work]
 
     def settle(self, session: int, before: int) -> None:
         """Forget the outcomes of a session's updates with numbers below `before`, which the client never repeats."""
         outcomes = self._outcomes.get(session, {})
-        for which in [which for which in outcomes if which[1] < before]:
-            del outcomes[which]
+        for which in [*outcomes]:
+            _, number = which
+            if number < before:
+                del outcomes[which]

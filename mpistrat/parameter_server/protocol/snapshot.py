@@ -8,9 +8,8 @@ servers. So the client reads each push on all of its servers, or on none.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
@@ -43,7 +42,7 @@ class ChangeLock:
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # The last pushes that have passed, by client and part.
-        self._passed: dict[_Which, deque[Push]] = defaultdict(partial(deque, maxlen=REMEMBERED))
+        self._passed: dict[_Which, deque[Push]] = {}
         self._admitted: set[_PartOfPush] = set()  # parts that may pass and have not arrived
         self._admission: Request | None = None  # ADMIT, answered when all parts have arrived
         rpc.handle(HOLD, self._hold)
@@ -71,7 +70,8 @@ class ChangeLock:
     def passed(self, source: int, push: Push | None) -> None:
         """Remember that a push has passed, on this server or on the primary that this server is the backup of."""
         if push is not None:
-            self._passed[source, push.part].append(push)
+            which = (source, push.part)
+            self._passed.setdefault(which, deque(maxlen=REMEMBERED)).append(push)
 
     def lost(self, rank: int) -> None:
         """Release the lock if the dead `rank` holds it, and stop waiting for the rank's admitted parts."""
@@ -83,7 +83,8 @@ class ChangeLock:
             self._next.append(request)
             return
         self._holder = request.source
-        request.reply({which: list(pushes) for which, pushes in self._passed.items()})
+        passed = {which: list(pushes) for which, pushes in self._passed.items()}
+        request.reply(passed)
 
     def _admit(self, request: Request) -> None:
         self._admission = request
@@ -151,12 +152,14 @@ def _hold_all(routes: Routes, held: list[int]) -> None:
     Raises: UnavailableError if a server that it asks dies; the caller then releases all servers, and tries again.
     """
     passed: dict[int, Any] = {}
-    for server in dict.fromkeys(map(routes.holder_of, routes.servers)):
+    holders = [routes.holder_of(server) for server in routes.servers]
+    for server in dict.fromkeys(holders):
         # All clients ask in this order, so that no two clients hold some of the servers each.
         held.append(server)
         passed[server] = routes.rpc.call(server, HOLD).wait()
     missing = not_yet_everywhere(passed, routes.holder_of)
-    for reply in [routes.rpc.call(server, ADMIT, parts) for server, parts in missing.items()]:
+    replies = [routes.rpc.call(server, ADMIT, parts) for server, parts in missing.items()]
+    for reply in replies:
         reply.wait()
 
 
@@ -183,8 +186,11 @@ def not_yet_everywhere(
             for push in pushes:
                 for server in push.servers:
                     to = holder(server)
+                    if to not in passed:
+                        continue
                     part = None if some_part is None else server
-                    if to in passed and not _knows(passed[to].get((client, part), ()), push.number):
+                    last = passed[to].get((client, part), ())
+                    if not _knows(last, push.number):
                         missing[to].add((client, push.number, part))
     return missing
 
@@ -192,4 +198,5 @@ def not_yet_everywhere(
 def _knows(passed: Sequence[Push], number: int) -> bool:
     """Whether a server has made the push `number`, or it is too old for the last 16 pushes in `passed`."""
     known = [push.number for push in passed]
-    return number in known or (len(known) == REMEMBERED and number < min(known))
+    is_full = len(known) == REMEMBERED
+    return number in known or (is_full and number < min(known))

@@ -69,7 +69,8 @@ class ServerClock:
 
         Called by: each change of the clock, and `Rounds.take_over`. Without workers the number is 2**62.
         """
-        slowest = min((self._steps[rank] for rank in self._working), default=1 << 62)
+        steps = [self._steps[rank] for rank in self._working]
+        slowest = min(steps, default=1 << 62)
         error = self._on_ended(slowest)
         if error is not None:
             self._errors = {**dict.fromkeys(self._working, error), **self._errors}
@@ -99,7 +100,8 @@ class WorkerClock:
         self._routes = routes
         self._max_staleness = max_staleness
         self.combines = max_staleness == 0
-        self._servers = routes.servers if self.combines else routes.copies_of(routes.servers[0])
+        first = routes.servers[0]
+        self._servers = routes.servers if self.combines else routes.copies_of(first)
         self.steps = 0
         self._slowest = 0  # steps of the slowest worker, when this worker last asked
         self._has_sent = False
@@ -120,9 +122,11 @@ class WorkerClock:
         Raises: the error of a server that could not apply an earlier combined step, once; StallError if a worker stays
             too far behind for MPISTRAT_STALL_SECONDS.
         """
-        if self._max_staleness is None or self._slowest >= self.steps - self._max_staleness:
+        if self._max_staleness is None:
             return
         first = self.steps - self._max_staleness
+        if self._slowest >= first:
+            return
         calls = [self._routes.call(server, MAY_BEGIN, first) for server in self._servers]
         try:
             self._slowest = min(_all_of(calls))
@@ -160,7 +164,8 @@ class WorkerClock:
     def all_steps(self) -> dict[str, int]:
         """Ask the first server how many steps each worker has ended. Returns: the numbers by "worker 0 (rank 0)"."""
         steps = self._routes.call(self._servers[0], STEPS).wait()
-        return {self._routes.rpc.name_of(rank): ended for rank, ended in steps.items()}
+        name_of = self._routes.rpc.name_of
+        return {name_of(rank): ended for rank, ended in steps.items()}
 
 
 def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:

@@ -172,7 +172,8 @@ class Channel:
             if found or woken or not left:
                 return found
             if self._uses_mpi:
-                time.sleep(min(left, max(_SHORTEST_PAUSE, min(waited * _PAUSE, _LONGEST_PAUSE))))
+                pause = min(waited * _PAUSE, _LONGEST_PAUSE)
+                time.sleep(min(left, max(_SHORTEST_PAUSE, pause)))
 
     def _look(self, seconds: float) -> tuple[list[tuple[int, Any]], bool]:
         """Wait at most `seconds` until a pipe has data or room, and read all messages that have arrived.
@@ -213,11 +214,13 @@ class Channel:
 
     def _flush_pipes(self, ready: set[int]) -> bool:
         """Write waiting messages to pipes that have room again. Returns: whether a pipe has taken all its messages."""
-        emptied = [fd for fd in ready & self._full.keys() if self._full[fd].flush()]
-        for descriptor in emptied:
-            self._poll.unregister(descriptor)
-            del self._full[descriptor]
-        return bool(emptied)
+        has_emptied = False
+        for descriptor in ready & self._full.keys():
+            if self._full[descriptor].flush():
+                self._poll.unregister(descriptor)
+                del self._full[descriptor]
+                has_emptied = True
+        return has_emptied
 
     def _failed_elsewhere(self) -> list[int]:
         """Return the ranks that MPI knows to have died.

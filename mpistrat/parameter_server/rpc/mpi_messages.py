@@ -71,7 +71,8 @@ class MpiMessages:
         """Return the ranks that fault tolerant MPI knows to have died; [] if there are none."""
         with contextlib.suppress(MPI.Exception):
             self._comm.Iprobe()  # lets MPI notice deaths
-        group, failed = self._comm.Get_group(), self._comm.Get_failed()
+        group = self._comm.Get_group()
+        failed = self._comm.Get_failed()
         try:
             return list(failed.Translate_ranks(None, group))
         finally:
@@ -137,11 +138,12 @@ class _Arriving:
         if self._has_head:
             return True
         head, lengths = pickle.loads(self._first)
-        self.message = head, [np.empty(length, np.uint8) for length in lengths]
+        buffers = [np.empty(length, np.uint8) for length in lengths]
+        self.message = (head, buffers)
         self._has_head = True
         self.requests = [
             self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
-            for buffer in self.message[1]
+            for buffer in buffers
             if len(buffer)
         ]
         return self.has_come()

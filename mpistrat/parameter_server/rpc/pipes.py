@@ -77,7 +77,8 @@ class PipeInbox:
         start = 0
         while len(data) - start >= _HEADER.size:
             writer, length, last = _HEADER.unpack_from(data, start)
-            begin, end = start + _HEADER.size, start + _HEADER.size + length
+            begin = start + _HEADER.size
+            end = begin + length
             if end > len(data):
                 break
             start = end
