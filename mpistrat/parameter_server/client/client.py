@@ -79,7 +79,8 @@ class Client:
         """
         self.used[address.key] = address
         holder = self.routes.holder_of(address.server)
-        (packed,), region = messages.pack([value], self._memory.buffers_for(holder))
+        buffers = self._memory.buffers_for(holder)
+        (packed,), region = messages.pack([value], buffers)
         new = messages.NewArray(address.key, address.server, address.name, address.spec, packed)
         self.routes.call(address.server, messages.CREATE, new, holder).wait()
         self._memory.buffers.give_back(region)
@@ -87,7 +88,8 @@ class Client:
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
         """Have the ranks that wait in `find` for this array raise the error, now and later."""
-        self.rpc.notify_all(self.routes.copies_of(server), messages.CANNOT_CREATE, (key, error))
+        copies = self.routes.copies_of(server)
+        self.rpc.notify_all(copies, messages.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
         """Wait, without a limit, until another rank has made the array with number `key` on `server`.
@@ -192,7 +194,8 @@ class Client:
         """
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
-        packed, region = messages.pack([*chain(*operands)], self._memory.buffers_for(holder))
+        buffers = self._memory.buffers_for(holder)
+        packed, region = messages.pack([*chain(*operands)], buffers)
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
         parts = iter(packed)
         updates = [

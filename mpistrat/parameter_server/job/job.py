@@ -92,11 +92,14 @@ class ServerJob:
         self.why_not_fault_tolerant = _why_not_fault_tolerant()
         self.outlives_ranks = comm.Get_size() > 1 and not self.why_not_fault_tolerant
         with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
-            pipes, duplicate = shared_bytes() > 0, comm.Dup()
+            pipes = shared_bytes() > 0
+            duplicate = comm.Dup()
             channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=pipes)
         self.rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
-        self.servers, self.workers = roles.ranks["ps"], roles.ranks["worker"]
-        self.clients = tuple(sorted({*range(comm.Get_size())} - {*self.servers}))
+        self.servers = roles.ranks["ps"]
+        self.workers = roles.ranks["worker"]
+        clients = {*range(comm.Get_size())} - {*self.servers}
+        self.clients = tuple(sorted(clients))
         self.trainers = (*roles.ranks.get("chief", ()), *self.workers)
         self.client = Client(self.rpc, self.servers, replicated)
         self.coordinator: int | None = None
@@ -211,9 +214,11 @@ class ServerJob:
         It receives meanwhile, because a full pipe takes the rest of a message only then. If a rank has not read its
         messages after 60 s, end the job.
         """
-        to = (*self.servers, *(self.workers if self.rpc.rank == self.coordinator else ()))
+        to = [*self.servers]
+        if self.rpc.rank == self.coordinator:
+            to += self.workers
         if not self.rpc.run_until(lambda: not self.rpc.channel.unsent(to), _SECONDS_TO_SEND):
-            names = ", ".join(map(self.name_of, self.rpc.channel.unsent(to)))
+            names = ", ".join(self.name_of(rank) for rank in self.rpc.channel.unsent(to))
             job_end().end_job(
                 f"ending the job: {self.rpc.own_name} was at its end for {_SECONDS_TO_SEND:g} s, and "
                 f"{names} did not read its messages. See what they do (py-spy dump), or whether they were stopped",
@@ -243,7 +248,8 @@ class LossPolicy:
         For a dead server, the text names its variables, and the server that has their backup copies. If no server has
         copies, it names the job's last checkpoint.
         """
-        job, died = self._job, f"{self._job.name_of(rank)} has died"
+        job = self._job
+        died = f"{job.name_of(rank)} has died"
         if rank not in job.servers:
             return died
         routes = job.client.routes
@@ -261,8 +267,9 @@ class LossPolicy:
                 f"{last if job.checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
             )
         primary = job.name_of(routes.primaries[rank])
+        kept = _quoted(names.values())
         return (
-            f"{died}; {job.name_of(holder)} goes on with {_quoted(names.values())}, of which there is no other copy "
+            f"{died}; {job.name_of(holder)} goes on with {kept}, of which there is no other copy "
             f"now, nor of the variables of {primary}"
         )
 
@@ -318,7 +325,8 @@ class LossPolicy:
         return next(iter(job.living(job.servers)), -1)
 
     def _who_goes_on(self, lost: int, others: Set[int]) -> str:
-        job, died = self._job, f"{self._job.name_of(lost)} has died"
+        job = self._job
+        died = f"{job.name_of(lost)} has died"
         number = f"{len(others) or 'no'} other worker{'s' * (len(others) != 1)}"
         if job.coordinator is not None:
             if not others:
@@ -350,10 +358,11 @@ class LossPolicy:
 
     def _end_job(self, why: str) -> None:
         job = self._job
-        if job.rpc.rank != job.living((*job.servers, *job.clients))[0]:
+        living = job.living((*job.servers, *job.clients))
+        if job.rpc.rank != living[0]:
             time.sleep(_SECONDS_FOR_THE_FIRST)
         job_end().end_job(f"ending the job: {why}", 1)
 
 
 def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "the variables that it kept"
+    return ", ".join(repr(name) for name in names) or "the variables that it kept"

@@ -164,7 +164,9 @@ class ServerOptimizer:
             raise ValueError(
                 f"rows of shape {list(values.shape[1:])} for an array of shape {list(shape)}"
             )
-        outside = slices.indices[(slices.indices < 0) | (slices.indices >= shape[0])]
+        indices = slices.indices
+        is_outside = (indices < 0) | (indices >= shape[0])
+        outside = indices[is_outside]
         if len(outside):
             raise IndexError(f"row {int(outside[0])} of an array of {shape[0]} rows")
 
@@ -177,7 +179,8 @@ class ServerOptimizer:
         index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
         # Each index once, in ascending order, with the sum of its rows
         index, inverse = torch.unique(index, return_inverse=True)
-        gradient = values.new_zeros((len(index), *values.shape[1:])).index_add_(0, inverse, values)
+        gradient = values.new_zeros((len(index), *values.shape[1:]))
+        gradient.index_add_(0, inverse, values)
         rows = self._whole.index_select(0, index)
         state = {
             name: value.index_select(0, index) if _has_shape(value, self._whole) else value
@@ -185,7 +188,8 @@ class ServerOptimizer:
         }
         state = self._take(rows, gradient, state)
         by_row = {name: value for name, value in state.items() if _has_shape(value, rows)}
-        for name, fill in self._initial(by_row.keys() - self._state.keys()).items():
+        new = by_row.keys() - self._state.keys()
+        for name, fill in self._initial(new).items():
             self._state[name] = self._full(fill)
         self._whole.index_copy_(0, index, rows)
         for name, value in by_row.items():
@@ -225,7 +229,8 @@ class ServerOptimizer:
         if row.any():
             return row.expand(self._whole.shape).clone()
         # Pages of NumPy's zeros take no memory until a step writes them.
-        zeros = np.zeros(self._whole.numel() * row.element_size(), np.uint8)
+        nbytes = self._whole.numel() * row.element_size()
+        zeros = np.zeros(nbytes, np.uint8)
         return torch.from_numpy(zeros).view(row.dtype).view(self._whole.shape)
 
     def state_dict(self) -> State:
