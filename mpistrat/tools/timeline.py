@@ -32,6 +32,7 @@ _LOSSES = {
     _MOVE: "Move fewer bytes: larger batches, accumulated gradients, or a wire format.",
     _INPUT: "Read faster: keep the DataLoader's workers (persistent_workers=True), or try another num_workers=.",
 }
+_NAMES_OF_STEPS = ("strategy.run", "step")
 _MUCH = 0.1  # of a rank's time: worth a change
 _STEPS = 8  # in the picture of a long run: so many can still be told apart
 
@@ -77,7 +78,7 @@ class _Trace:
                 if line.startswith('{"ph"'):
                     self._add(json.loads(line.rstrip(",\n")))
         first = self.spans[min(self.spans)]
-        self.steps = sorted(each.start for each in first if each.name in ("strategy.run", "step"))
+        self.steps = sorted(each.start for each in first if each.name in _NAMES_OF_STEPS)
         # The first step is left out of the sums: first calls, connections and imports make it long.
         self.since = self.steps[1] if len(self.steps) > 2 else 0.0
 
@@ -95,10 +96,11 @@ class _Trace:
             start = event["ts"] / 1e6
             if activity == _WAIT:  # it and "move bytes" follow their collective, and replace it
                 last = self.spans[rank].pop().last
-            span = self._threads[rank, thread], start, start + event["dur"] / 1e6
-            self.spans[rank].append(_Span(*span, activity, name, last))
+            end = start + event["dur"] / 1e6
+            span = _Span(self._threads[rank, thread], start, end, activity, name, last)
+            self.spans[rank].append(span)
             self.activities.add(activity)
-            self.end = max(self.end, span[2])
+            self.end = max(self.end, end)
 
     def seconds(self, rank: int, *activities: str) -> float:
         """Return the seconds that the rank spent on the activities. Seconds in several spans count once.
@@ -111,21 +113,25 @@ class _Trace:
         spans = self.spans[rank]
         training = {each.thread for each in spans if each.activity == _COMPUTE}
         for each in sorted(spans, key=attrgetter("start")):
-            if each.activity in activities and each.thread in (training or {each.thread}):
-                total += max(0.0, each.end - max(each.start, reached))
+            counts = not training or each.thread in training
+            if counts and each.activity in activities:
+                begin = max(each.start, reached)
+                total += max(0.0, each.end - begin)
                 reached = max(reached, each.end)
         return total
 
     def share(self, rank: int, activity: str) -> float:
         """Return the `seconds` as a part of the rank's time."""
-        return self.seconds(rank, activity) / max(self.seconds(rank, *_COLOURS), 1e-9)
+        whole = self.seconds(rank, *_COLOURS)
+        return self.seconds(rank, activity) / max(whole, 1e-9)
 
     def waited_for(self) -> dict[str, float]:
         """Return the seconds that ranks have waited for another rank, by its name: "rank 2"."""
         found: dict[str, float] = defaultdict(float)
         for each in chain(*self.spans.values()):
             if each.activity == _WAIT and each.last:
-                found[each.last] += max(0.0, each.end - max(each.start, self.since))
+                begin = max(each.start, self.since)
+                found[each.last] += max(0.0, each.end - begin)
         return found
 
 
@@ -159,14 +165,19 @@ def run(folder: str) -> int:
 
 def _summary(trace: _Trace) -> Iterator[str]:
     """Yield a line for each rank: its seconds, and how many it waited, moved bytes and read input ("–": not known)."""
-    wide = max(map(len, trace.names.values()))
+    wide = max(len(name) for name in trace.names.values())
     part = "after the first step" if trace.since else "the whole trace"
-    yield f"{part:{max(wide, 20)}}{'waiting':>19}{'moving bytes':>18}{'input':>18}"
+    wide_part = max(wide, 20)
+    yield f"{part:{wide_part}}{'waiting':>19}{'moving bytes':>18}{'input':>18}"
     for rank, name in trace.names.items():
-        parts = [f"{trace.seconds(rank, a):8.2f} s {trace.share(rank, a):6.1%}" for a in _LOSSES]
+        parts = []
+        for activity in _LOSSES:
+            seconds = trace.seconds(rank, activity)
+            parts.append(f"{seconds:8.2f} s {trace.share(rank, activity):6.1%}")
         if _INPUT not in trace.activities:
             parts[-1] = f"{'–':>17}"
-        yield f"{name:{wide}} {trace.seconds(rank, *_COLOURS):8.2f} s" + "".join(parts)
+        whole = trace.seconds(rank, *_COLOURS)
+        yield f"{name:{wide}} {whole:8.2f} s" + "".join(parts)
 
 
 def _advice(trace: _Trace, where: str) -> Iterator[str]:
@@ -180,9 +191,10 @@ def _advice(trace: _Trace, where: str) -> Iterator[str]:
     advice = _LOSSES[largest]
     if waits:
         slowest = max(waits, key=waits.__getitem__)
+        longest = waits[slowest]
         total = sum(waits.values())
-        yield f"The others waited longest for {slowest}: {waits[slowest]:.2f} of {total:.2f} s of waiting."
-        if largest == _WAIT and waits[slowest] > total / 2:
+        yield f"The others waited longest for {slowest}: {longest:.2f} of {total:.2f} s of waiting."
+        if largest == _WAIT and longest > total / 2:
             advice = f"Look in {where} for the work of {slowest} while the others wait."
     if most >= _MUCH:
         yield advice
@@ -199,7 +211,8 @@ def _draw(trace: _Trace, path: str) -> str:
 
     start, end, part = _window(trace)
     labels, rows = zip(*_rows(trace, start, end), strict=True)
-    figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.32 * len(rows)), layout="constrained")
+    height = 1.6 + 0.32 * len(rows)
+    figure, axes = pyplot.subplots(figsize=(11, height), layout="constrained")
     for number, spans in enumerate(rows):  # inner spans come later, and cover the outer ones
         colours = [_COLOURS[each.activity] for each in spans]
         times = [(each.start, each.end - each.start) for each in spans]

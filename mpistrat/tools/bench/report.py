@@ -76,7 +76,8 @@ def table_report(
     """
     notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
     notes += oversubscription(where)
-    lines = [f"\n{title} · {taken_on(where)}", *distance_in_words(where), *table(rows), *notes]
+    heading = f"\n{title} · {taken_on(where)}"
+    lines = [heading, *distance_in_words(where), *table(rows), *notes]
     wrong = any(row.get("wrong") for row in rows)
     return Report(title, where, rows, lines, {"left_out": left_out}, draw, wrong)
 

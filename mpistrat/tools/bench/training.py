@@ -49,11 +49,13 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     times, losses = _measure(communicator, work, batches, step, arguments.steps)
     where = surroundings(communicator, device)
 
-    of_ranks = np.stack(communicator.all_gather(np.array(list(times.values())) * 1e3))
+    here = np.array(list(times.values())) * 1e3
+    of_ranks = np.stack(communicator.all_gather(here))
     # A step takes as long as the slowest rank's step.
     slowest = dict(zip(times, of_ranks.max(axis=0), strict=True))
     p50 = {part: float(np.median(values)) for part, values in slowest.items()}
-    compute = np.median(of_ranks[:, list(times).index("compute")], axis=1)
+    place = list(times).index("compute")
+    compute = np.median(of_ranks[:, place], axis=1)
     efficiency, refused = efficiency_of(p50["compute"], p50["step"], where)
     row = {
         "model": arguments.model,

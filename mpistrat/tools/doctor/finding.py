@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from mpistrat.tools.doctor.facts import grouped
-
 OK = "ok"
 WARNING = "warning"
 PROBLEM = "problem"
@@ -61,5 +59,8 @@ def said_once(findings: Iterable[Finding]) -> list[Finding]:
 
     Returns: the merged findings, in the order of their first occurrence.
     """
-    same = grouped((dataclasses.replace(finding, nodes=()), finding.nodes) for finding in findings)
-    return [dataclasses.replace(finding, nodes=sum(names, ())) for finding, names in same.items()]
+    nodes: dict[Finding, tuple[str, ...]] = {}
+    for finding in findings:
+        alone = dataclasses.replace(finding, nodes=())
+        nodes[alone] = nodes.get(alone, ()) + finding.nodes
+    return [dataclasses.replace(finding, nodes=names) for finding, names in nodes.items()]

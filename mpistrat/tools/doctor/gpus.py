@@ -81,11 +81,12 @@ def look(driver: Driver) -> Gpus:
 def check(job: Job) -> Findings:
     nodes = [(name, ranks, gpus) for name, ranks in job.nodes().items() if (gpus := ranks[0].gpus)]
     some_have = any(_have(ranks, gpus) for _, ranks, gpus in nodes)
-    for name, ranks, gpus in nodes:
-        yield from on_node(name, _torch_import(ranks, gpus))
+    imports: list[Finding] = []
     found: list[Finding] = []
     for name, ranks, gpus in nodes:
+        imports += on_node(name, _torch_import(ranks, gpus))
         found += on_node(name, _gpus_of_node(ranks, gpus, some_have))
+    yield from imports
     yield from found
     if found or some_have:
         yield from _nccl_versions(nodes)
@@ -304,5 +305,6 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Findin
 def _nccl_versions(nodes: list[tuple[str, Ranks, Gpus]]) -> Findings:
     hosts = grouped((gpus.nccl_loaded[0][1], name) for name, _, gpus in nodes if gpus.nccl_loaded)
     if len(hosts) > 1:
-        listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
+        on_hosts = [f"{version} on {', '.join(names)}" for version, names in hosts.items()]
+        listed = "; ".join(on_hosts)
         yield problem(f"Nodes have different versions of NCCL: {listed}.", ONE_ENVIRONMENT, _NCCLS)

@@ -89,12 +89,16 @@ def check(job: Job) -> Findings:
 def rule_of(library: Library) -> str:
     """Return the key of `_WHY` for the first place where mpi4py finds this library file; "" if it lies in none."""
     real = os.path.realpath(library.path)
-    return next((rule for rule, path in library.candidates if os.path.realpath(path) == real), "")
+    for rule, path in library.candidates:
+        if os.path.realpath(path) == real:
+            return rule
+    return ""
 
 
 def _started(job: Job, library: Library) -> Finding:
     launch = job.first.launch
-    name = f"{library_name(library.version)} (MPI {'.'.join(map(str, library.standard))})"
+    standard = ".".join(str(number) for number in library.standard)
+    name = f"{library_name(library.version)} (MPI {standard})"
     if not launch.variables:
         return ok(f"No launcher started this: one rank, and {name} runs.")
     ranks = count(len(job.ranks), "rank")
@@ -218,7 +222,8 @@ def _choice(library: Library) -> Finding:
     others = {
         path: by for by, path in reversed(library.candidates) if os.path.realpath(path) != real
     }
-    text = f"{library_name(library.version)} is loaded from {library.path}, because {why}."
+    name = library_name(library.version)
+    text = f"{name} is loaded from {library.path}, because {why}."
     shadowed = sorted(path for path, by in others.items() if by == search.LIBRARY_PATH)
     if rule in (search.ENVIRONMENT, search.USER, search.BASE) and shadowed:
         remove = f"pip uninstall {_wheel(library)}"
