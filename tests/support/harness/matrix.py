@@ -25,7 +25,8 @@ def stages(mode: str) -> Iterator[Stage]:
     launch = ["tests/launch", *_in_turns(mode == "full")]
     if mode == "xla":
         yield from _xla_alone(choice, full=True)
-        yield from _xla_with_mpi(choice, full=True)
+        yield from _xla_with_mpi(1, choice, full=True)
+        yield from _xla_with_mpi(2, choice, full=True)
         return
     # The longest first: the others fill the cores meanwhile.
     if mode != "quick":
@@ -39,6 +40,7 @@ def stages(mode: str) -> Iterator[Stage]:
         yield Stage("mpi", pytest=[*files, "-m", choice], mpi="MPICH", ranks=2)
         yield Stage("launch", pytest=["tests/launch", "-m", "quick and not slow", *_TWO])
         return
+    yield from _xla_with_mpi(1, choice, full=mode == "full")
     for ranks in (1, 2, 3, 4, 8):
         yield from _mpi(ranks, choice, full=mode == "full")
     rest = _both(choice, "not slurm and not alone")
@@ -50,7 +52,7 @@ def stages(mode: str) -> Iterator[Stage]:
         for mpi in mpis:
             arguments = ["tests/conformance", "-m", choice]
             yield Stage("conformance", pytest=arguments, mpi=mpi, ranks=ranks)
-    yield from _xla_with_mpi(choice, full=mode == "full")
+    yield from _xla_with_mpi(2, choice, full=mode == "full")
     yield from _old_torch(choice, full=mode == "full")
 
 
@@ -106,15 +108,15 @@ def _xla_alone(choice: str, *, full: bool) -> Iterator[Stage]:
         yield Stage("xla", pytest=chosen, python=_xla_python(), beside_others=True)
 
 
-def _xla_with_mpi(choice: str, *, full: bool) -> Iterator[Stage]:
-    """Those that are marked mpi."""
+def _xla_with_mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
+    """Those that are marked mpi, with so many ranks."""
     if XLA_PREFIX not in os.environ:
         return
-    for ranks in (1, 2):
-        mpis = MPI_NAMES if full else (MPI_NAMES[ranks % len(MPI_NAMES)],)
-        for mpi in mpis:
-            arguments = ["tests/tpu", "-m", _both(choice, "mpi")]
-            yield Stage("xla", pytest=arguments, mpi=mpi, ranks=ranks, python=_xla_python())
+    arguments = ["tests/tpu", "-m", _both(choice, "mpi")]
+    for mpi in MPI_NAMES if full else (MPI_NAMES[ranks % len(MPI_NAMES)],):
+        stage = Stage("xla", pytest=arguments, mpi=mpi, ranks=ranks, python=_xla_python())
+        stage.beside_others = ranks == 1
+        yield stage
 
 
 def _old_torch(choice: str, *, full: bool) -> Iterator[Stage]:
