@@ -39,7 +39,7 @@ class LogicalDevices:
     """
 
     def __init__(self, runtime: Runtime, count: int) -> None:
-        if count not in (1, runtime.num_all_devices):
+        if count != 1 and count != runtime.num_all_devices:
             raise ValueError(
                 f"a replica of {count} logical devices is to have all devices that XLA gives this process, and XLA "
                 f"gives it {runtime.num_all_devices}"
