@@ -245,11 +245,11 @@ class Watch:
         self._is_over = True
         self._unsent = []
         name = things[key].name
-        others = len(found.keys) - 1
+        count = len(found.keys)
         described = drift.values_in_words(of_ranks)
         steps = f"{found.before} and {found.step}"
         text = (
-            f"the ranks have drifted apart: {name} is {described}, and {others} more values differ. It began between "
+            f"the ranks have drifted apart: {name} is {described} (values that differ: {count}). It began between "
             f"optimizer steps {steps}; the likely cause: {found.cause}. Make the ranks equal there, or call "
             "mpistrat.may_differ(module) if they may differ"
         )
