@@ -16,8 +16,8 @@ XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla, and th
 
 _CHOICES = {"quick": "not slow", "usual": "not slow", "full": "", "xla": "not slow"}
 _SCRIPTS = ("quickstart", "test", "test-gpu", "test-tpu", "benchmark", "mini-slurm")
-# By pytest-xdist, so many at a time: a launch test keeps three quarters of a core busy, one that waits a quarter.
-_TWO, _THREE, _FIVE = (("-n", number, "--dist", "worksteal") for number in "235")
+# By pytest-xdist, so many at a time: a launch test keeps one and a half of two cores busy, one that waits a half.
+_TWO, _FOUR = (("-n", number, "--dist", "worksteal") for number in "24")
 
 
 def stages(mode: str) -> Iterator[Stage]:
@@ -44,9 +44,9 @@ def stages(mode: str) -> Iterator[Stage]:
     for ranks in (1, 2, 3, 4, 8):
         yield from _mpi(ranks, choice, full=mode == "full")
     rest = _both(choice, "not slurm and not alone")
-    yield Stage("launch", pytest=[*launch, "-m", _both(rest, "not waits"), *_THREE])
+    yield Stage("launch", pytest=[*launch, "-m", _both(rest, "not waits"), *_TWO])
     yield Stage("alone", pytest=[*launch, "-m", _both(choice, "not slurm and alone")])
-    yield Stage("waits", pytest=[*launch, "-m", _both(rest, "waits"), *_FIVE])
+    yield Stage("waits", pytest=[*launch, "-m", _both(rest, "waits"), *_FOUR])
     for ranks in (2, 3, 4):
         mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:
