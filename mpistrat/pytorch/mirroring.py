@@ -28,7 +28,6 @@ from mpistrat.pytorch.modules.registry import NewTensors, Registry, tensors_in
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
 from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
-from mpistrat.pytorch.watch.watch import Watch
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.trace import spans
 
@@ -43,14 +42,11 @@ class Mirroring(StrategyModules):
     Args:
         parts: the strategy's communicator, replicas, options and rule for gradients.
         shared_parameters: whether the ranks of a node keep one copy of the parameters.
-        watches: whether the ranks compare their modules and optimizers in training.
 
     Attributes: recorder: the modules that this rank has made in the strategy's scope.
     """
 
-    def __init__(
-        self, parts: ModuleParts, shared_parameters: bool = False, watches: bool = False
-    ) -> None:
+    def __init__(self, parts: ModuleParts, shared_parameters: bool = False) -> None:
         self._communicator = parts.group.communicator
         self._is_alone = parts.group.num_replicas_in_sync == 1
         self._shared: SharedParameters | None = None
@@ -63,8 +59,6 @@ class Mirroring(StrategyModules):
         made_in_run = self.reducer.arrivals.made_in_run
         self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         if not self._is_alone:
-            if watches and not parts.replicas.records_steps:
-                parts.watch = Watch(self, self.recorder.roots)
             reducer.install()
             optimizers.install()
             sync_batch_norm.install()
@@ -149,22 +143,16 @@ class Mirroring(StrategyModules):
     def after_loader(self) -> None:
         """Average all buffers that forwards have written since the last backward, so that a rank alone can save them.
 
-        The ranks also compare what the watch has looked at since the last reduction of gradients.
-        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored, or if
-            the last optimizer step was one after which the watch looks.
+        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored.
         """
         slots = self.registry.buffers
-        if self._is_alone or not (slots or self.parts.watched.any()):
+        if self._is_alone or not slots:
             return
         snapshots = [buffers.snapshot(self.registry)]
         label = "buffers at the end of a loader"
-        words = np.concatenate([self.parts.watched, buffers.flags_of(snapshots)])
-        self._communicator.all_reduce(words, reducing("max", label))
-        watched, flags = np.split(words, [len(self.parts.watched)])
-        if slots:
-            buffers.reduce(self.parts, slots, snapshots, flags, label)
-        if watched.any():
-            self.parts.watch.received(watched)
+        flags = buffers.flags_of(snapshots)
+        self._communicator.all_reduce(flags, reducing("max", label))
+        buffers.reduce(self.parts, slots, snapshots, flags, label)
 
     def _place(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Move `modules` and `tensors` to the strategy's device, with the optimizers' state of moved parameters.
@@ -248,8 +236,6 @@ class Mirroring(StrategyModules):
             self._register(new)
             if self._shared is not None:
                 self._shared.share([parameter for _, parameter in new.parameters], self.registry)
-            if self.parts.watch is not None:
-                self.parts.watch.note_versions()
 
     def _register(self, new: NewTensors) -> None:
         for name, parameter in new.parameters:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpistrat import arrays
-from mpistrat.communicators import Communicator
-from mpistrat.context import AnyStrategy
 from mpistrat.errors import DivergenceError
-from mpistrat.pytorch.watch.difference import difference
-from mpistrat.pytorch.watch.digests import bits, describe, digest
-from mpistrat.pytorch.watch.mirrored_state import Key, MirroredThing, mirrored_state
+from mpistrat.fault_tolerance.difference import difference
+from mpistrat.fault_tolerance.digests import bits, describe, digest
+from mpistrat.fault_tolerance.mirrored_state import Key, MirroredThing, mirrored_state
 
-_ROUNDING = 64
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
 _MOST_TOLD = 8  # copies or names in a message
 _MOST_CHARACTERS = 80  # of a value in a message
 
@@ -48,7 +48,7 @@ class Digested(NamedTuple):
 
 
 def find_divergence(
-    strategy: AnyStrategy, digested: dict[Key, Digested], when: str
+    strategy: Strategy, digested: dict[Key, Digested], when: str
 ) -> DivergenceError | None:
     """Return the error for the first mirrored value, in the order of keys, whose copies differ between replicas.
 
@@ -82,38 +82,6 @@ def find_divergence(
         names[0],
         copies.suspects,
     )
-
-
-def is_larger_than_rounding(
-    communicator: Communicator,
-    things: Mapping[Key, MirroredThing],
-    digested: Mapping[Key, Digested],
-    steps: int,
-) -> bool:
-    """Whether values differ more between the ranks than by the rounding of so many optimizer steps. Collective.
-
-    That is 64 · eps · √steps of a tensor's norm. Other values than floats have no rounding.
-    """
-    import torch
-
-    by_rank = communicator.all_gather_object(dict(digested), label="digests of what is mirrored")
-    for key in sorted(set(by_rank[0]).intersection(*by_rank)):
-        if len({of_rank[key].digests for of_rank in by_rank}) == 1:
-            continue
-        copy = things[key].copies[0]
-        found = True
-        if isinstance(copy, torch.Tensor) and copy.is_floating_point():
-            values = copy.detach().double().cpu().contiguous()
-            reference = values.clone()
-            communicator.broadcast(reference, label="one copy of what differs")
-            eps = torch.finfo(copy.dtype).eps
-            limit = _ROUNDING * eps * max(1, steps) ** 0.5 * float(reference.norm())
-            are_alike = (values == reference) | (values.isnan() & reference.isnan())
-            distance = float((values - reference).masked_fill(are_alike, 0.0).norm())
-            found = not distance <= limit
-        if True in communicator.all_gather_object(found, label="whether a difference is large"):
-            return True
-    return False
 
 
 def _some(names: list[str]) -> str:
@@ -175,7 +143,7 @@ class Copies:
         ]
 
 
-def _differences(strategy: AnyStrategy, key: Key, copies: Copies) -> list[str]:
+def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
     """Return a line for each copy of any rank that differs from `copies.reference`: how many elements, and where most.
 
     The reference copy is broadcast to all ranks. Called by: every rank.
