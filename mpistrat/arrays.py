@@ -51,7 +51,7 @@ def is_module(value: object) -> bool:
 
 
 def _class_in(module: str, name: str) -> Any:
-    """Return the class `name` of a module; (), for `isinstance` no class, if the program has not loaded the module."""
+    """Return the class `name` of a module; () if the module is not loaded, because nothing is an instance of ()."""
     return getattr(sys.modules.get(module), name, ())
 
 

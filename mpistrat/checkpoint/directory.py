@@ -169,11 +169,11 @@ class OpenDirectory:
         """Remove a file or a folder, as far as that is possible: errors are ignored."""
         import shutil  # imported here, so that `import mpistrat` stays fast
 
-        with contextlib.suppress(OSError):
-            try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
                 os.unlink(path)
-            except IsADirectoryError:
-                shutil.rmtree(path, ignore_errors=True)
 
     def keep_newest(self, count: int) -> None:
         """Delete all complete checkpoints but the newest `count`. Errors of the deletion are ignored."""

@@ -26,6 +26,7 @@ from mpistrat.errors import TooFewReplicasError
 from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.ending.program_exit import remember_raised
 from mpistrat.machine.notices import tell
+from mpistrat.options import is_integer
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.torch_distributed.default_group import leave_default_group, move_default_group
 from mpistrat.torch_distributed.next_group import asked_name
@@ -75,7 +76,7 @@ def run_elastic(
         'trained'
     """
     for name, value in {"min_replicas": min_replicas, "steps_per_copy": steps_per_copy}.items():
-        if type(value) is not int or value < 1:
+        if not is_integer(value) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r:.60}")
     over = MPIClusterResolver(comm).comm
     survivors = None if over is None or over.Get_size() == 1 else _survivors_of(over)

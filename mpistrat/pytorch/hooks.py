@@ -251,12 +251,10 @@ class _Copying(threading.local):
 _copying = _Copying()
 
 
-def _freed() -> None:
-    """Return None, as the weak reference to a freed method does. It stands for a method that was never given."""
-
-
 def _call_for(calls: WeakIdKeyDictionary, module: torch.nn.Module) -> None:
-    reference: Callable[[], Any] = calls.get(module, _freed)
+    reference = calls.get(module)
+    if reference is None:
+        return
     call = reference()
     # A replica reads its own buffers.
     if call is not None and not (has_strategy() and get_replica_context() is not None):
@@ -283,9 +281,11 @@ def _replace_reductions() -> None:
     @functools.wraps(original_state)
     def state_of(self: Optimizer) -> dict[str, Any]:
         kept = original_state(self)
-        reference: Callable[[], Any] = _state_of_copies.get(self, _freed)
+        reference = _state_of_copies.get(self)
+        if reference is None or _copying.as_it_is:
+            return kept
         state = reference()
-        if state is None or _copying.as_it_is:
+        if state is None:
             return kept
         return {**kept, "state": state(self)}
 

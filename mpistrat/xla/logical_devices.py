@@ -39,7 +39,7 @@ class LogicalDevices:
     """
 
     def __init__(self, runtime: Runtime, count: int) -> None:
-        # One logical device needs no runtime, so that the runtime is not asked.
+        # For one logical device the runtime is not asked, because an answer would start it.
         if count != 1 and count != runtime.num_all_devices:
             raise ValueError(
                 f"a replica of {count} logical devices is to have all devices that XLA gives this process, and XLA "

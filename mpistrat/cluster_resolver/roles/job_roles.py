@@ -17,6 +17,7 @@ from mpistrat.cluster_resolver.roles import task_claims, task_roles
 from mpistrat.cluster_resolver.slurm.resolver import own_component
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
+from mpistrat.options import is_integer
 from mpistrat.topology import Topology
 
 
@@ -101,7 +102,7 @@ def job_roles(
 
 def check_num_ps(num_ps: Any) -> None:
     """Raise ValueError unless `num_ps`, a strategy's number of parameter servers, is an int from 1 on."""
-    if type(num_ps) is not int or num_ps < 1:
+    if not is_integer(num_ps) or num_ps < 1:
         raise ValueError(
             f"num_ps={num_ps!r:.80} must be the number of parameter servers, 1 or more"
         )

@@ -153,8 +153,8 @@ class FailureLog:
             return False
         # The launcher must have had time to pass on the output of other ranks.
         said = self._entries(_SAID)
-        last = max((entry.at for entry in said if entry.rank != self._rank), default=0.0)
-        return now - last > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
+        last_said = max((entry.at for entry in said if entry.rank != self._rank), default=0.0)
+        return now - last_said > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
 
     def _is_said(self, error: str) -> bool:
         said = self._entries(_SAID)

@@ -229,7 +229,7 @@ class JobFolder:
 
 
 def _shared_mappings(pid: str = "self") -> dict[int, str]:
-    """Return a dict from inode to path of MPI's files in /dev/shm that the process `pid` maps, but deleted files."""
+    """Return the paths of MPI's files in /dev/shm that the process `pid` maps, by inode, without deleted files."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         files = _MAPPING.findall(maps.read())
     return {int(inode): path for inode, path in files if not path.endswith(" (deleted)")}
