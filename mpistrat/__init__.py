@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from mpistrat.parameter_server.strategies.server_task import Server as Server
     from mpistrat.pytorch.conversion import convert_sync_batchnorm as convert_sync_batchnorm
+    from mpistrat.pytorch.conversion import may_differ as may_differ
     from mpistrat.pytorch.conversion import reduce_buffers as reduce_buffers
     from mpistrat.reduce_op import ReduceOp as ReduceOp
     from mpistrat.reduce_op import VariableAggregation as VariableAggregation

@@ -75,6 +75,12 @@ def _is_raise(text: str) -> bool:
     return ("end", "raise").index(text) == 1
 
 
+def _action(text: str) -> str:
+    if text not in ("tell", "raise", "off"):
+        raise ValueError
+    return text
+
+
 def _folder(text: str) -> str | None:
     return os.path.abspath(text) if text else None
 
@@ -108,6 +114,16 @@ raises_on_stall = Setting(
     "`mpistrat.errors.StallError` on the ranks that wait.",
     parse=_is_raise,
     expected="end or raise",
+)
+on_drift = Setting(
+    name="MPISTRAT_ON_DRIFT",
+    default="tell",
+    unit="`tell`, `raise` or `off`",
+    read_by="each rank, when it builds a strategy; rank 0's value counts",
+    meaning="The action when values that should be equal on all ranks have [drifted apart](divergence.md): `tell` "
+    "prints a notice, once; `raise` raises `mpistrat.errors.DivergenceError` on all ranks; `off` compares nothing.",
+    parse=_action,
+    expected="tell, raise or off",
 )
 full_tracebacks = Setting(
     name="MPISTRAT_TRACEBACK",
@@ -154,7 +170,7 @@ rank_pid = Setting(
 )
 
 SETTINGS: tuple[Setting[Any], ...] = (
-    *(start_seconds, stall_seconds, raises_on_stall, full_tracebacks, shared_bytes),
+    *(start_seconds, stall_seconds, raises_on_stall, on_drift, full_tracebacks, shared_bytes),
     *(_cache, _trace, rank_pid),
 )
 

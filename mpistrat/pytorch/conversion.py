@@ -64,3 +64,23 @@ def reduce_buffers(
     from mpistrat.pytorch.modules import buffer_rules
 
     buffer_rules.declare(module, rules)
+
+
+def may_differ(module: torch.nn.Module) -> None:
+    """Say that the values of `module` may differ between ranks: no notice and no error tells of them.
+
+    This is for models that each rank trains for itself for some steps, such as with local SGD, and for parts that
+    belong to one rank. Parameters, buffers, the states of their optimizers, and the options of groups that have no
+    other parameters are left out of all comparisons. A checkpoint holds the first rank's values, and gives them to all.
+
+    Called by: every rank, before or after the strategy mirrors the module.   Context: any.
+    Args:
+        module: the module, with all its submodules.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> ms.may_differ(model[0])
+    """
+    from mpistrat.pytorch.modules import differing
+
+    differing.declare(module)

@@ -28,6 +28,7 @@ from mpistrat.pytorch.modules.registry import NewTensors, Registry, tensors_in
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
 from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
+from mpistrat.pytorch.watch.watch import Watch
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.trace import spans
 
@@ -59,6 +60,8 @@ class Mirroring(StrategyModules):
         made_in_run = self.reducer.arrivals.made_in_run
         self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         if not self._is_alone:
+            if not parts.replicas.records_steps:
+                parts.watch = Watch(self, self.recorder.roots)
             reducer.install()
             optimizers.install()
             sync_batch_norm.install()
@@ -143,16 +146,22 @@ class Mirroring(StrategyModules):
     def after_loader(self) -> None:
         """Average all buffers that forwards have written since the last backward, so that a rank alone can save them.
 
-        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored.
+        The ranks also compare what the watch has looked at since the last reduction of gradients.
+        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored, or if
+            the last optimizer step was one after which the watch looks.
         """
         slots = self.registry.buffers
-        if self._is_alone or not slots:
+        if self._is_alone or not (slots or self.parts.watched.any()):
             return
         snapshots = [buffers.snapshot(self.registry)]
         label = "buffers at the end of a loader"
-        flags = buffers.flags_of(snapshots)
-        self._communicator.all_reduce(flags, reducing("max", label))
-        buffers.reduce(self.parts, slots, snapshots, flags, label)
+        words = np.concatenate([self.parts.watched, buffers.flags_of(snapshots)])
+        self._communicator.all_reduce(words, reducing("max", label))
+        watched, flags = np.split(words, [len(self.parts.watched)])
+        if slots:
+            buffers.reduce(self.parts, slots, snapshots, flags, label)
+        if watched.any():
+            self.parts.watch.received(watched)
 
     def _place(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Move `modules` and `tensors` to the strategy's device, with the optimizers' state of moved parameters.
@@ -236,6 +245,8 @@ class Mirroring(StrategyModules):
             self._register(new)
             if self._shared is not None:
                 self._shared.share([parameter for _, parameter in new.parameters], self.registry)
+            if self.parts.watch is not None:
+                self.parts.watch.note_versions()
 
     def _register(self, new: NewTensors) -> None:
         for name, parameter in new.parameters:

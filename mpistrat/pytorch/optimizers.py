@@ -61,6 +61,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     _check_parameters(optimizer, context, reducer)
     if context.strategy.extended.replicas.count > 1:
         _let_first_step(optimizer, context, hooks.has_closure(args, kwargs))
+    watch = context.strategy.extended.modules.parts.watch
+    if watch is not None and context.local_index == 0:
+        watch.before_step()
     instead = None
     if isinstance(optimizer, torch.optim.LBFGS):  # LBFGS decides by the loss of its closure
         loss_of_all = functools.partial(_loss_of_all, reducer, context.strategy.extended)
@@ -140,6 +143,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         virtual_replicas.stepped(context.strategy.extended.replicas)
     if reducer.slice_steps is not None:
         reducer.slice_steps.after(optimizer, args[0])
+    watch = context.strategy.extended.modules.parts.watch
+    if watch is not None and context.local_index == 0:
+        watch.after_step()
     for parameter, gradient in _hidden.pop(id(optimizer), ()):
         parameter.grad = gradient
 
@@ -148,8 +154,13 @@ def _before_other_step(value: torch.amp.GradScaler | LRScheduler) -> None:
     here = replica_here()
     # A scheduler may belong to one rank alone: it prints rates, or it decides by a metric and broadcasts the rate.
     is_shared = not isinstance(value, LRScheduler) or value.optimizer in _checked
-    if here is not None and is_shared and not isinstance(value, ReduceLROnPlateau):
-        _compare(value, *here)
+    # A plateau's metric may be each rank's own; ranks may then broadcast the rate.
+    if here is None or not is_shared or isinstance(value, ReduceLROnPlateau):
+        return
+    _compare(value, *here)
+    watch = here[0].strategy.extended.modules.parts.watch
+    if watch is not None and isinstance(value, LRScheduler):
+        watch.schedulers.add(value)
 
 
 def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -> None:

@@ -6,12 +6,17 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.trace import spans
 
 if TYPE_CHECKING:
     from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
     from mpistrat.replicas.replicas import Replicas
+
+
+NO_WORDS = np.zeros(4, np.int32)
 
 
 class ModuleParts:
@@ -26,6 +31,8 @@ class ModuleParts:
         gradient_sums: sums gradients over all replicas; None: `ops` sums them.
         piggybacks: objects that add integers to an all-reduce: before each reduction of gradients, the ranks agree by
             it. Each is a `pytorch.gradients.agreement.Piggyback`. Every rank has the same number of piggybacks.
+        watch: compares the ranks, a `pytorch.watch.watch.Watch`; None if nothing is compared.
+        watched: the watch's words for the next agreement of the ranks, int32[4]; zeros if there are none.
     """
 
     def __init__(
@@ -38,6 +45,8 @@ class ModuleParts:
         self.rule = rule
         self.gradient_sums = gradient_sums
         self.piggybacks: list[Any] = []
+        self.watch: Any = None
+        self.watched = NO_WORDS
 
 
 class TorchModules:

@@ -215,6 +215,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("optimizers",),
         ("gradients",),
         ("shared_parameters",),
+        ("watch.watch",),
+        ("watch.compared",),
+        ("watch",),
         (
             "conversion",
             "virtual_replicas",

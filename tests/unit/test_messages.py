@@ -37,7 +37,7 @@ PHRASES = {
     "bucket {} of {}": "pytorch/gradients/buckets.py",
     "constructor of {}": "strategies/multi_worker_mirrored.py",
     "gradients of {} parameters": "pytorch/gradients/dense_sums.py",
-    "digests of what is mirrored": "fault_tolerance/divergence_report.py",
+    "digests of what is mirrored": "pytorch/watch/divergence_report.py",
     "first batch of the dataset": "input/readers.py",
     "mirrored parameters": "pytorch/mirroring.py",
 }

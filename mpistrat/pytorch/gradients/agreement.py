@@ -103,6 +103,7 @@ class AgreedGradients(NamedTuple):
         may_follow: whether all ranks have used the same parameters, and MPI runs with MPI_THREAD_MULTIPLE on all
             ranks. If so, the sums of dense gradients are made without a further check that all ranks make the call.
         buffers: int32 flags of the module buffers that replicas have written, for `buffers.reduce`.
+        watched: the maxima of the watch's words over all ranks; zeros if no rank has sent samples.
         maxima: pairs of a piggyback and the maxima of its words over all ranks.
     """
 
@@ -113,6 +114,7 @@ class AgreedGradients(NamedTuple):
     alike: bool
     may_follow: bool
     buffers: np.ndarray
+    watched: np.ndarray
     maxima: list[tuple[Piggyback, np.ndarray]]
 
 
@@ -165,18 +167,18 @@ class StepAgreement:
         equal = np.array([*counts, sharded.first, self._digest, uses], np.int32)
         communicated = len(replicas) == 1 and replicas[0].communicated
         is_single_threaded = not self._communicator.thread_multiple
-        words: list[Any] = [[communicated, is_single_threaded], equal, -equal, kinds, ()]
+        flags_of_run = [communicated, is_single_threaded]
+        words: list[Any] = [flags_of_run, equal, -equal, kinds, (), self._parts.watched]
         if self._registry.buffers:
-            words[-1] = buffers.flags_of([backward.buffers for backward in replicas])
+            words[4] = buffers.flags_of([backward.buffers for backward in replicas])
         if piggybacks:
             with self._communicator.raising_together():
                 words += [piggyback.words() for piggyback in piggybacks]
         flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
         ends = [*itertools.accumulate(map(len, words))]
-        (communicates, single_threaded), equal, opposite, used, written, *maxima = np.split(
-            flags, ends[:-1]
-        )
+        first, equal, opposite, used, written, watched, *maxima = np.split(flags, ends[:-1])
+        communicates, single_threaded = first
         # If all ranks have the same number, MAX(n) equals -MAX(-n).
         *others_differ, batches_differ, layouts_differ, uses_differ = (equal != -opposite).tolist()
         if True in others_differ:
@@ -197,6 +199,7 @@ class StepAgreement:
             not uses_differ,
             not (uses_differ or single_threaded),
             written,
+            watched,
             list(zip(piggybacks, maxima, strict=True)),
         )
 

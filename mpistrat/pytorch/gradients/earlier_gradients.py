@@ -36,6 +36,11 @@ class EarlierGradients:
         self._local: set[ParameterSlot] = set()
         self._splits: dict[ParameterSlot, _Split] = {}
 
+    @property
+    def has_local(self) -> bool:
+        """Whether some `.grad` has the gradient of a backward inside `no_sync()`, which is not reduced."""
+        return any(slot.tensor() is not None for slot in self._local)
+
     def set_aside(self, parameters: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Move the reduced gradients out of `.grad` before a backward. Local gradients stay in `.grad`.
 

@@ -130,6 +130,7 @@ class GradientReducer:
         steps: number of optimizer steps that this rank has taken inside `run`. A rank with another number has skipped
             a backward.
         has_reduced: whether all ranks have come to the end of a backward.
+        reductions: number of backwards that have reduced gradients.
         share: this replica's weight in the global loss in the last backward; None before the first. With a mean the
             shares of all replicas add up to 1; with a sum each is 1.
         optimizers: live optimizers that have stepped inside `run`, by a number that is equal on all ranks.
@@ -162,9 +163,15 @@ class GradientReducer:
         self._warned_of_scale = False
         self.steps = 0
         self.has_reduced = False
+        self.reductions = 0
         self.share: float | None = None
         self.optimizers = weakref.WeakValueDictionary[int, torch.optim.Optimizer]()
         self.numbers = itertools.count()
+
+    @property
+    def has_local(self) -> bool:
+        """Whether the first replica of this rank has gradients of `no_sync()` that are not reduced."""
+        return self._earlier[0].has_local
 
     @functools.cached_property
     def _extended(self) -> Any:  # the strategy's `StrategyExtended`
@@ -268,6 +275,7 @@ class GradientReducer:
             if early_signals.kept or not self.has_reduced:
                 self._extended.first_step_notice.at_step(None)
             self.has_reduced = True
+            self.reductions += 1
             reduced = [self._reduce(steps, agreed)]
             for _ in steps[1:]:
                 reduced.append({slot: total.clone() for slot, total in reduced[0].items()})
@@ -367,7 +375,8 @@ class GradientReducer:
     ) -> dict[int, torch.Tensor]:
         """Sum up the gradients that any replica has used, and average the module buffers over the replicas. Collective.
 
-        At the end each piggyback (an object that sends words with the agreement) gets the maxima of its words.
+        At the end each piggyback (an object that sends words with the agreement), and the watch if a rank has sent
+        samples, gets the maxima of its words.
         Args:
             steps: the backwards of this rank's replicas.
             agreed: the result of the agreement.
@@ -400,6 +409,8 @@ class GradientReducer:
             buffers.reduce(self._parts, self.registry.buffers, snapshots, agreed.buffers)
         for piggyback, greatest in agreed.maxima:
             piggyback.received(greatest)
+        if agreed.watched.any():
+            self._parts.watch.received(agreed.watched)
         return reduced
 
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:

@@ -164,7 +164,7 @@ def _described(
 ) -> Iterator[str]:
     """Yield lines about `value` that must be equal on all ranks."""
     if not isinstance(value, Optimizer):
-        yield from _plain(name, _simple(value))
+        yield from _plain(name, numbers_of(value))
         return
     modules = extended.modules.made
     size = extended.communicator.size
@@ -190,12 +190,12 @@ def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
     Numbers have six digits, because the last bits of a cosine depend on the processor.
     """
     for key, value in state.items():
-        text = json.dumps(value, default=_simple, skipkeys=True)
+        text = json.dumps(value, default=numbers_of, skipkeys=True)
         short = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
         yield f"{key} of {owner} is {short}"
 
 
-def _simple(value: Any) -> Any:
+def numbers_of(value: Any) -> Any:
     """Return `value` in a form that JSON can hold; None for values that are not compared, such as functions.
 
     A scaler gives its state, a scheduler its attributes, and a tensor of one number on the host that number.

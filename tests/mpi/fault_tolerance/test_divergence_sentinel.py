@@ -375,7 +375,7 @@ def test_a_rank_that_cannot_read_its_state(
     strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All raise; and comparisons go on in step afterwards, though this rank has not come so far."""
-    from mpistrat.fault_tolerance import divergence_report
+    from mpistrat.pytorch.watch import divergence_report
 
     DivergenceSentinel(strategy, every=2)
     training = Training(strategy)

@@ -26,8 +26,8 @@ from mpistrat.fault_tolerance import (
     PreemptionCheckpointHandler,
     TerminationConfig,
 )
-from mpistrat.fault_tolerance.mirrored_state import mirrored_state
 from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.pytorch.watch.mirrored_state import mirrored_state
 from support.training.plain_training import (
     EXAMPLES,
     FEATURES,

@@ -1,7 +1,7 @@
 """In what words copies that differ are told."""
 
-from mpistrat.fault_tolerance.divergence_report import Copies, Digested
-from mpistrat.fault_tolerance.mirrored_state import MirroredThing
+from mpistrat.pytorch.watch.divergence_report import Copies, Digested
+from mpistrat.pytorch.watch.mirrored_state import MirroredThing
 
 
 def copies_of(*by_rank: list[object]) -> Copies:

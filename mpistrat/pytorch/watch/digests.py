@@ -46,19 +46,24 @@ def bits(array: Array) -> Array:
         XLA device is copied to the host, because XLA would not view it as integers without computing a copy.
     """
     if arrays.is_torch(array):
-        import torch
-
-        tensor = array.detach()
-        if arrays.is_on_xla(tensor):
-            tensor = arrays.to_host(tensor)
-        if tensor.layout is not torch.strided:
-            tensor = tensor.to_dense()
-        tensor = tensor.resolve_conj().resolve_neg()
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        flat = tensor.reshape(-1).view(getattr(torch, _integers(tensor.dtype.itemsize)))
+        flat = flat_bits(array)
         return flat.numpy() if flat.is_cpu else flat  # NumPy adds faster than torch on one thread
     return array.reshape(-1).view(_integers(array.real.dtype.itemsize))
+
+
+def flat_bits(array: Any) -> Any:
+    """Return the bits of a tensor's elements as a 1-D tensor of integers; `bits` says more."""
+    import torch
+
+    tensor = array.detach()
+    if arrays.is_on_xla(tensor):
+        tensor = arrays.to_host(tensor)
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1).view(getattr(torch, _integers(tensor.dtype.itemsize)))
 
 
 def _integers(itemsize: int) -> str:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpistrat import arrays
+from mpistrat.context import AnyStrategy
 from mpistrat.errors import DivergenceError
-from mpistrat.fault_tolerance.difference import difference
-from mpistrat.fault_tolerance.digests import bits, describe, digest
-from mpistrat.fault_tolerance.mirrored_state import Key, MirroredThing, mirrored_state
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
+from mpistrat.pytorch.watch.difference import difference
+from mpistrat.pytorch.watch.digests import bits, describe, digest
+from mpistrat.pytorch.watch.mirrored_state import Key, MirroredThing, mirrored_state
 
 _MOST_TOLD = 8  # copies or names in a message
 _MOST_CHARACTERS = 80  # of a value in a message
@@ -48,7 +46,7 @@ class Digested(NamedTuple):
 
 
 def find_divergence(
-    strategy: Strategy, digested: dict[Key, Digested], when: str
+    strategy: AnyStrategy, digested: dict[Key, Digested], when: str
 ) -> DivergenceError | None:
     """Return the error for the first mirrored value, in the order of keys, whose copies differ between replicas.
 
@@ -143,7 +141,7 @@ class Copies:
         ]
 
 
-def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
+def _differences(strategy: AnyStrategy, key: Key, copies: Copies) -> list[str]:
     """Return a line for each copy of any rank that differs from `copies.reference`: how many elements, and where most.
 
     The reference copy is broadcast to all ranks. Called by: every rank.

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
+from mpistrat.context import AnyStrategy
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.modules.registry import ParameterSlot
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
-    from mpistrat.strategy import Strategy
 
 # Key parts, in the order of reports: a difference of a parameter is reported before one of an optimizer.
-_PARAMETER, _BUFFER, _OPTIMIZER, _VARIABLE = range(4)
-_OF_GROUP, _OF_PARAMETER = range(2)
+PARAMETER, BUFFER, OPTIMIZER, VARIABLE, SCHEDULER, TRAINING = range(6)
+OF_GROUP, OF_PARAMETER = range(2)
 
 Key = tuple[Any, ...]  # equal for the same value on every rank; keys sort in the order of reports
 
@@ -29,50 +29,58 @@ class MirroredThing(NamedTuple):
     copies: list[Any]
 
 
-def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
+def mirrored_state(strategy: AnyStrategy) -> dict[Key, MirroredThing]:
     """Return the values that the strategy keeps equal on its replicas, by key.
 
     Sorted keys give parameters, buffers, optimizers (hyperparameters of parameter groups, then states), variables. A
     module's buffers are left out if a replica has written one of them since the last reduction of gradients, because
     buffers may differ until the next reduction. Parameters and buffers that this rank has dropped are missing, though
-    another rank may still have them.
+    another rank may still have them. Values that may differ are missing, too (`mpistrat.may_differ`, and buffers
+    with the rule "local").
     """
     found: dict[Key, MirroredThing] = {}
     modules = strategy.extended.modules.made
     if modules is not None:
         for index, slot, parameter in _slots(modules):
-            found[_PARAMETER, index] = MirroredThing(slot.name, [parameter])
+            found[PARAMETER, index] = MirroredThing(slot.name, [parameter])
         found.update(_buffers(modules))
         found.update(_optimizers(modules))
     for number, variable in sorted(strategy.extended.variables.mirrored.items()):
         copies = [component.read_value() for component in variable.values]
-        found[_VARIABLE, number] = MirroredThing(f"variable {variable.name!r}", copies)
+        found[VARIABLE, number] = MirroredThing(f"variable {variable.name!r}", copies)
     return found
 
 
 def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]:
-    """Yield (number, slot, parameter) for each mirrored parameter that this rank has not dropped.
+    """Yield (number, slot, parameter) for each parameter that is kept equal and that this rank has not dropped.
 
     The slot is the strategy's entry for the parameter, with its name.
     """
+    from mpistrat.pytorch.modules.differing import may_differ
+
     registry = modules.registry
+    exempt = may_differ()
     parameters = registry.parameters()
     for index, (slot, parameter) in enumerate(zip(registry.slots, parameters, strict=True)):
-        if parameter is not None:
+        if parameter is not None and id(parameter) not in exempt:
             yield index, slot, parameter
 
 
 def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
+    from mpistrat.pytorch.modules.differing import may_differ
     from mpistrat.pytorch.virtual_replicas import copies_of_buffers
 
+    exempt = may_differ()
     slots = modules.registry.buffers
     buffers = [*zip(slots, *copies_of_buffers(modules.parts.replicas, slots), strict=True)]
     # A write to one buffer leaves out all buffers of its module, because batch norm does not count its writes to
     # some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
     written = {slot.module for slot, *tensors in buffers if any(map(slot.changed, tensors))}
     for index, (slot, *tensors) in enumerate(buffers):
+        if slot.rule == "local" or id(slot.module()) in exempt:
+            continue
         if slot.module not in written and all(tensor is not None for tensor in tensors):
-            yield (_BUFFER, index), MirroredThing(slot.name, tensors)
+            yield (BUFFER, index), MirroredThing(slot.name, tensors)
 
 
 def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
@@ -81,9 +89,9 @@ def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]
         name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
         for place, owner, state in _states_of(optimizer, slots):
             for key, value in state.items():
-                if _is_comparable(value):
+                if is_comparable(value):
                     thing = MirroredThing(f"{name}: {key} of {owner}", [value])
-                    yield (_OPTIMIZER, number, *place, str(key)), thing
+                    yield (OPTIMIZER, number, *place, str(key)), thing
 
 
 def _states_of(
@@ -95,14 +103,21 @@ def _states_of(
         slots: (number, name) of each mirrored parameter, by `id`. States of other parameters are skipped.
     """
     for g, group in enumerate(optimizer.param_groups):
-        yield (_OF_GROUP, g), f"group {g}", {k: v for k, v in group.items() if k != "params"}
+        members = []
+        for parameter in group["params"]:
+            if id(parameter) in slots:
+                members.append(slots[id(parameter)][0])
+        # Ranks may train other parameters each, and send each other the values. Then the groups differ.
+        if members or not group["params"]:
+            options = {key: value for key, value in group.items() if key != "params"}
+            yield (OF_GROUP, g, tuple(members)), f"group {g}", options
     for parameter, state in list(optimizer.state.items()):
         if id(parameter) in slots and isinstance(state, dict):
             index, name = slots[id(parameter)]
-            yield (_OF_PARAMETER, index), name, state
+            yield (OF_PARAMETER, index), name, state
 
 
-def _is_comparable(value: object) -> bool:
+def is_comparable(value: object) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(map(_is_comparable, value))
+        return all(map(is_comparable, value))
     return arrays.is_array(value) or isinstance(value, (int, float, complex, str, type(None)))
