@@ -25,6 +25,7 @@ _STRATEGY = "strategy"
 RANDOM = "random"
 _RESIDUALS = "residuals"
 STEPS_OF_HANDLER = "total_run_calls"  # of a PreemptionCheckpointHandler
+DIFFERING = "ranks differ"  # in a state's classes: the name of a value that differed between the ranks that saved
 _NOT_OF_PROGRAM = {_STRATEGY, RANDOM, _RESIDUALS, STEPS_OF_HANDLER}
 
 
@@ -218,6 +219,9 @@ class Checkpoint:
                     "Checkpoint"
                 )
             yield f"{text}, which goes on from that state. If you do not want that, make it {before} again"
+        differing = state.get("classes", {}).get(DIFFERING)
+        if differing:
+            yield f"the ranks differed in {differing} when they saved this checkpoint; it has rank 0's values"
         left = saved - self.objects.keys() - _NOT_OF_PROGRAM
         inputs = (DistributedDataset, DistributedIterator)
         has_input = any(isinstance(value, inputs) for value in self.objects.values())

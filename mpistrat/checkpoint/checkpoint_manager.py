@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mpistrat.checkpoint.checkpoint import Checkpoint
+from mpistrat.checkpoint.checkpoint import DIFFERING, Checkpoint
 from mpistrat.checkpoint.directory import Directory, OpenDirectory, UnfinishedCheckpoint
 from mpistrat.checkpoint.failures import on_rank, on_ranks
 from mpistrat.checkpoint.followers import after_restore, load_as_follower, states_for_followers
@@ -22,6 +22,7 @@ from mpistrat.checkpoint.shards import Assembly
 from mpistrat.checkpoint.snapshots import Snapshots
 from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
+from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.liveness.bounded_waits import soon
 from mpistrat.machine.notices import tell, warn_on_first_rank
@@ -157,7 +158,9 @@ class CheckpointManager:
                 program does not end before the thread.
         Returns: the checkpoint's path. With parameter servers the chief, or the first live worker, saves while the
             servers change nothing; other workers return at once, with the newest checkpoint's path.
-        Raises: ValueError if optimizers, torch's schedulers or gradient scalers differ between ranks.
+        Raises: ValueError if optimizers, torch's schedulers or gradient scalers differ between ranks. DivergenceError
+            if parameters or buffers differ by more than rounding, when the checkpoint is written and marked, unless
+            `mpistrat.may_differ` allows it.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.save"):
             began = time.monotonic()
@@ -166,9 +169,13 @@ class CheckpointManager:
             self.wait()
             self.claim()
             self.checkpoint.check_alike("save")
+            watch = self.checkpoint.strategy.extended.modules.parts.watch
+            drift = None if watch is None else watch.at_save()
             # Some objects compute their states by a collective.
             with self._communicator.raising_together(), self._role.unchanging():
                 state = self.checkpoint.state_dict()
+            if drift is not None:
+                state["classes"][DIFFERING] = drift.name
             checkpoint, files = self._prepare_save(step, state)
             del state
             work = checkpoint, files, began, self._communicator
@@ -178,9 +185,15 @@ class CheckpointManager:
             else:
                 self._saving = CompletingSave(*work, directory, self._keep, self._role.completed)
             self._saving.start()
-            if wait:
+            if wait or drift is not None:
                 self.wait()
                 self._snapshots.forget()
+            if drift is not None:
+                drift.args = (
+                    f"{drift}\nThe checkpoint {checkpoint.path} has rank 0's values, and is marked as differing",
+                )
+                mark_raised_by_all(drift)
+                raise drift
             return checkpoint.path
 
     def _prepare_save(

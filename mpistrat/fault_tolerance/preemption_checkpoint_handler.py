@@ -19,6 +19,7 @@ from mpistrat.checkpoint.checkpoint import STEPS_OF_HANDLER
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.slurm.job import SlurmError, slurm_job
 from mpistrat.communicators import reducing
+from mpistrat.errors import DivergenceError
 from mpistrat.fault_tolerance.announced_end import NOTHING, SAVE, AnnouncedEnd, level_of, reason_of
 from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
 from mpistrat.fault_tolerance.platform_device import detect_platform
@@ -211,12 +212,14 @@ class PreemptionCheckpointHandler:
             returns no path.
         """
         began = time.monotonic()
-        if self._config.save_fn is not None:
-            path = self._config.save_fn(*args, **kwargs)
-        elif args or kwargs:
-            path = self._manager.save(*args, **kwargs)
-        else:
-            path = self._manager.save(self.total_run_calls)
+        path: Any = None
+        if self._config.save_fn is None and not args and not kwargs:
+            args = (self.total_run_calls,)
+        try:
+            path = (self._config.save_fn or self._manager.save)(*args, **kwargs)
+        except DivergenceError as error:  # the checkpoint is written, and no work may be lost
+            self._tell(str(error))
+            path = self._manager.latest_checkpoint
         self._manager.wait()  # until this save, perhaps with wait=False, or an earlier one is on disk
         seconds = self._longest_of_ranks(time.monotonic() - began)
         self._end.takes_to_save(seconds)

@@ -43,11 +43,14 @@ class Mirroring(StrategyModules):
     Args:
         parts: the strategy's communicator, replicas, options and rule for gradients.
         shared_parameters: whether the ranks of a node keep one copy of the parameters.
+        watches: whether the ranks compare their modules and optimizers in training.
 
     Attributes: recorder: the modules that this rank has made in the strategy's scope.
     """
 
-    def __init__(self, parts: ModuleParts, shared_parameters: bool = False) -> None:
+    def __init__(
+        self, parts: ModuleParts, shared_parameters: bool = False, watches: bool = False
+    ) -> None:
         self._communicator = parts.group.communicator
         self._is_alone = parts.group.num_replicas_in_sync == 1
         self._shared: SharedParameters | None = None
@@ -60,7 +63,7 @@ class Mirroring(StrategyModules):
         made_in_run = self.reducer.arrivals.made_in_run
         self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         if not self._is_alone:
-            if not parts.replicas.records_steps:
+            if watches and not parts.replicas.records_steps:
                 parts.watch = Watch(self, self.recorder.roots)
             reducer.install()
             optimizers.install()

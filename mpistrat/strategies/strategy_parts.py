@@ -183,7 +183,7 @@ def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> Tor
     def make(parts: ModuleParts) -> Any:
         from mpistrat.pytorch.mirroring import Mirroring
 
-        return Mirroring(parts, shared_parameters)
+        return Mirroring(parts, shared_parameters, watches=True)
 
     are_placed = parts.replicas.device_of_modules is not None
     modules = TorchModules(parts, make, needed=are_placed or parts.group.num_replicas_in_sync > 1)

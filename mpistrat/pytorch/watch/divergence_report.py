@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat import arrays
+from mpistrat.communicators import Communicator
 from mpistrat.context import AnyStrategy
 from mpistrat.errors import DivergenceError
 from mpistrat.pytorch.watch.difference import difference
 from mpistrat.pytorch.watch.digests import bits, describe, digest
 from mpistrat.pytorch.watch.mirrored_state import Key, MirroredThing, mirrored_state
 
+_ROUNDING = 64
 _MOST_TOLD = 8  # copies or names in a message
 _MOST_CHARACTERS = 80  # of a value in a message
 
@@ -80,6 +82,41 @@ def find_divergence(
         names[0],
         copies.suspects,
     )
+
+
+def is_larger_than_rounding(
+    communicator: Communicator,
+    things: Mapping[Key, MirroredThing],
+    digested: Mapping[Key, Digested],
+    steps: int,
+) -> bool:
+    """Whether values differ more between the ranks than by the rounding of so many optimizer steps. Collective.
+
+    That is 64 · eps · √steps of a tensor's norm. Other values than floats have no rounding.
+    """
+    by_rank = communicator.all_gather_object(dict(digested), label="digests of what is mirrored")
+    for key in sorted(set(by_rank[0]).intersection(*by_rank)):
+        if len({of_rank[key].digests for of_rank in by_rank}) == 1:
+            continue
+        found = True
+        copy = things[key].copies[0]
+        if arrays.is_torch(copy) and copy.is_floating_point():
+            values = copy.detach().double().cpu().contiguous()
+            reference = values.clone()
+            communicator.broadcast(reference, label="one copy of what differs")
+            limit = _ROUNDING * _eps(copy) * max(1, steps) ** 0.5 * float(reference.norm())
+            are_alike = (values == reference) | (values.isnan() & reference.isnan())
+            distance = float((values - reference).masked_fill(are_alike, 0.0).norm())
+            found = not distance <= limit
+        if True in communicator.all_gather_object(found, label="whether a difference is large"):
+            return True
+    return False
+
+
+def _eps(tensor: Any) -> float:
+    import torch
+
+    return torch.finfo(tensor.dtype).eps
 
 
 def _some(names: list[str]) -> str:

@@ -107,13 +107,15 @@ class Samples:
 
 def _part_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     """Return the bits of elements of `tensor`, 1-D integers. Raises: an error for a tensor without values."""
-    dense = tensor.detach()
-    if dense.is_meta:
+    if tensor.is_meta:
         raise ValueError("a tensor on the device meta has no values")
-    if dense.layout is torch.strided:
+    dense = tensor.detach()
+    if dense.layout is not torch.strided:
+        dense = flat_bits(dense)
+    elif not dense.is_contiguous():
         # In the order of memory a dense tensor needs no copy, whatever its memory format.
         strides = dense.stride()
         dense = dense.permute(sorted(range(dense.ndim), key=strides.__getitem__, reverse=True))
-    flat = flat_bits(dense)
+    flat = dense.reshape(-1)
     step = max(1, len(flat) // _ELEMENTS)
-    return flat[turn * _PRIME % step :: step]
+    return flat_bits(flat[turn * _PRIME % step :: step])

@@ -22,6 +22,11 @@ from mpistrat.machine.notices import tell
 from mpistrat.pytorch.modules.registry import version
 from mpistrat.pytorch.watch import drift
 from mpistrat.pytorch.watch.compared import Schedulers, Things, tensors_and_options, training_flags
+from mpistrat.pytorch.watch.divergence_report import (
+    Digested,
+    find_divergence,
+    is_larger_than_rounding,
+)
 from mpistrat.pytorch.watch.mirrored_state import PARAMETER, Key
 from mpistrat.pytorch.watch.samples import Samples
 from mpistrat.replicas.torch_modules import NO_WORDS
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 
 _EVERY = 1000
-_FIRST_STEPS = 64  # in these steps each rank notes facts that may be causes
+_FIRST_STEPS = 16  # in these steps each rank notes facts that may be causes
 _STEPS_OF_DEVICES = 2  # so many steps later the host need not wait for the samples of a device
 
 
@@ -67,6 +72,7 @@ class Watch:
         self, modules: StrategyModules, roots: Callable[[], Iterable[torch.nn.Module]]
     ) -> None:
         self._modules = modules
+        self._strategy = modules.parts.strategy
         self._registry = modules.registry
         self._reducer = modules.reducer
         self._roots = roots
@@ -190,6 +196,32 @@ class Watch:
             self._find(sent)
         elif sent:
             self._equal_after = sent[-1].step
+
+    def at_save(self) -> DivergenceError | None:
+        """Compare all bits of tensors, options and schedulers. Collective.
+
+        Rank 0 tells of differences that are no larger than rounding, as between two kinds of processors.
+        Called by: `CheckpointManager.save`, on every rank.
+        Returns: the error for larger differences, equal on all ranks; None if there are none.
+        """
+        if self._on_drift == "off":
+            return None
+        things = {**tensors_and_options(self._modules), **self.schedulers.things()}
+        digested = {key: Digested.of(thing) for key, thing in things.items()}
+        of_rank = zlib.crc32(repr(digested).encode())
+        digests = self._communicator.all_gather_object(of_rank, label="digest at a save")
+        if len(set(digests)) == 1:
+            return None
+        if not self._is_over:
+            self._find([*self._sent, *self._unsent])
+        steps = self._reducer.steps
+        when = f"at a save after {steps} optimizer steps"
+        error = find_divergence(self._strategy, digested, when)
+        if error is None or is_larger_than_rounding(self._communicator, things, digested, steps):
+            return error
+        if self._communicator.rank == 0:
+            tell(f"{error.name} differs in the last bits between ranks, {when}")
+        return None
 
     def _find(self, sent: list[_SampledStep]) -> None:
         things = self._things()

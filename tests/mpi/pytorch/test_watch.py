@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -505,6 +506,60 @@ def test_the_watch_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, notices:
     with strategy.replica():
         AddedByHand(strategy).train()
     assert not drifts(notices)
+
+
+class Saving(Training):
+    """A program that saves at its end."""
+
+    shift = 0.5
+
+    def prepared(self) -> None:
+        with torch.no_grad():
+            self.model[2].bias += self.shift * RANK
+
+    def save(self, directory: Path) -> ms.checkpoint.CheckpointManager:
+        checkpoint = ms.checkpoint.Checkpoint(model=self.model, optimizer=self.optimizer)
+        manager = ms.checkpoint.CheckpointManager(checkpoint, directory)
+        self.train()
+        return manager
+
+
+def test_a_save_of_ranks_that_differ(
+    strategy: ms.Strategy, directory: Path, notices: list[str]
+) -> None:
+    with strategy.replica():
+        program = Saving(strategy)
+        manager = program.save(directory)
+        errors = errors_of_ranks(lambda: manager.save(12, wait=False))
+        assert {kind for kind, _, _ in errors} == {"DivergenceError" if SIZE > 1 else ""}
+        if SIZE > 1:
+            assert all("Sequential.2.bias is not the same" in text for _, text, _ in errors)
+            assert all("has rank 0's values, and is marked" in text for _, text, _ in errors)
+        manager.wait()
+        assert str(manager.latest_checkpoint).endswith("step-00000012")
+        manager.restore(str(manager.latest_checkpoint))
+        assert any("ranks differed in" in text for text in notices) == (SIZE > 1 and RANK == 0)
+        manager.save(13)  # all ranks have rank 0's values
+        ms.may_differ(program.model)
+        program.train()
+        with torch.no_grad():
+            program.model[2].bias += RANK
+        manager.save(14)
+    assert_usable(strategy)
+
+
+def test_a_save_of_ranks_that_differ_in_the_last_bits(
+    strategy: ms.Strategy, directory: Path, notices: list[str]
+) -> None:
+    with strategy.replica():
+        program = Saving(strategy)
+        with torch.no_grad():
+            program.model[2].bias -= program.shift * RANK
+        manager = program.save(directory)
+        with torch.no_grad():
+            program.model[0].weight *= 1.0 + RANK * torch.finfo(torch.float64).eps
+        manager.save(12)
+    assert any("the last bits" in text for text in notices) == (SIZE > 1 and RANK == 0)
 
 
 def trained_in_run(strategy: ms.Strategy, spoil: Callable[[torch.nn.Module], None]) -> None:
