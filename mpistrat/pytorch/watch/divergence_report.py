@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,29 +94,28 @@ def is_larger_than_rounding(
 
     That is 64 · eps · √steps of a tensor's norm. Other values than floats have no rounding.
     """
+    import torch
+
     by_rank = communicator.all_gather_object(dict(digested), label="digests of what is mirrored")
     for key in sorted(set(by_rank[0]).intersection(*by_rank)):
         if len({of_rank[key].digests for of_rank in by_rank}) == 1:
             continue
-        found = True
         copy = things[key].copies[0]
-        if arrays.is_torch(copy) and copy.is_floating_point():
+        if isinstance(copy, float):
+            copy = torch.tensor(copy, dtype=torch.float64)
+        found = True
+        if isinstance(copy, torch.Tensor) and copy.is_floating_point():
             values = copy.detach().double().cpu().contiguous()
             reference = values.clone()
             communicator.broadcast(reference, label="one copy of what differs")
-            limit = _ROUNDING * _eps(copy) * max(1, steps) ** 0.5 * float(reference.norm())
+            eps = torch.finfo(copy.dtype).eps
+            limit = _ROUNDING * eps * max(1, steps) ** 0.5 * float(reference.norm())
             are_alike = (values == reference) | (values.isnan() & reference.isnan())
             distance = float((values - reference).masked_fill(are_alike, 0.0).norm())
             found = not distance <= limit
         if True in communicator.all_gather_object(found, label="whether a difference is large"):
             return True
     return False
-
-
-def _eps(tensor: Any) -> float:
-    import torch
-
-    return torch.finfo(tensor.dtype).eps
 
 
 def _some(names: list[str]) -> str:

@@ -198,7 +198,7 @@ class Watch:
             self._equal_after = sent[-1].step
 
     def at_save(self) -> DivergenceError | None:
-        """Compare all bits of tensors, options and schedulers. Collective.
+        """Compare all bits of tensors and options. Collective.
 
         Rank 0 tells of differences that are no larger than rounding, as between two kinds of processors.
         Called by: `CheckpointManager.save`, on every rank.
@@ -206,7 +206,7 @@ class Watch:
         """
         if self._on_drift == "off":
             return None
-        things = {**tensors_and_options(self._modules), **self.schedulers.things()}
+        things = tensors_and_options(self._modules)
         digested = {key: Digested.of(thing) for key, thing in things.items()}
         of_rank = zlib.crc32(repr(digested).encode())
         digests = self._communicator.all_gather_object(of_rank, label="digest at a save")
