@@ -101,8 +101,6 @@ def is_larger_than_rounding(
         if len({of_rank[key].digests for of_rank in by_rank}) == 1:
             continue
         copy = things[key].copies[0]
-        if isinstance(copy, float):
-            copy = torch.tensor(copy, dtype=torch.float64)
         found = True
         if isinstance(copy, torch.Tensor) and copy.is_floating_point():
             values = copy.detach().double().cpu().contiguous()

@@ -83,6 +83,7 @@ class Watch:
         self._parts = modules.parts
         self._unsent: list[_SampledStep] = []
         self._sent: list[_SampledStep] = []  # `ModuleParts.watched` is their checksum
+        self._has_told_of_rounding = False
         self._equal_after = 0  # the last step that left all equal
         self._reductions = 0  # at the end of the last step
         self._unreduced_steps = 0
@@ -198,16 +199,20 @@ class Watch:
             self._equal_after = sent[-1].step
 
     def at_save(self) -> DivergenceError | None:
-        """Compare all bits of tensors and options. Collective.
+        """Compare all bits of tensors. Collective.
 
-        Rank 0 tells of differences that are no larger than rounding, as between two kinds of processors.
+        Rank 0 tells once of differences that are no larger than rounding, as between two kinds of processors. Options
+        are compared by `Checkpoint.check_alike`.
         Called by: `CheckpointManager.save`, on every rank.
         Returns: the error for larger differences, equal on all ranks; None if there are none.
         """
         if self._on_drift == "off":
             return None
         things = tensors_and_options(self._modules)
-        digested = {key: Digested.of(thing) for key, thing in things.items()}
+        digested: dict[Key, Digested] = {}
+        for key, thing in things.items():
+            if isinstance(thing.copies[0], torch.Tensor):
+                digested[key] = Digested.of(thing)
         of_rank = zlib.crc32(repr(digested).encode())
         digests = self._communicator.all_gather_object(of_rank, label="digest at a save")
         if len(set(digests)) == 1:
@@ -219,8 +224,9 @@ class Watch:
         error = find_divergence(self._strategy, digested, when)
         if error is None or is_larger_than_rounding(self._communicator, things, digested, steps):
             return error
-        if self._communicator.rank == 0:
+        if self._communicator.rank == 0 and not self._has_told_of_rounding:
             tell(f"{error.name} differs in the last bits between ranks, {when}")
+        self._has_told_of_rounding = True
         return None
 
     def _find(self, sent: list[_SampledStep]) -> None:

@@ -13,7 +13,7 @@ import mpistrat as ms
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support import accelerator  # noqa: E402
+from support import accelerator
 
 accelerator.load()
 RANK = MPI.COMM_WORLD.rank
