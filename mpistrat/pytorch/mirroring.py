@@ -149,20 +149,18 @@ class Mirroring(StrategyModules):
     def after_loader(self) -> None:
         """Average all buffers that forwards have written since the last backward, so that a rank alone can save them.
 
-        The ranks also compare what the watch has looked at since the last reduction of gradients.
-        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored, or if
-            the last optimizer step was one after which the watch looks.
+        The ranks also compare the samples of the watch.
+        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored.
         """
         slots = self.registry.buffers
-        if self._is_alone or not (slots or self.parts.watched.any()):
+        if self._is_alone or not slots:
             return
         snapshots = [buffers.snapshot(self.registry)]
         label = "buffers at the end of a loader"
         words = np.concatenate([self.parts.watched, buffers.flags_of(snapshots)])
         self._communicator.all_reduce(words, reducing("max", label))
         watched, flags = np.split(words, [len(self.parts.watched)])
-        if slots:
-            buffers.reduce(self.parts, slots, snapshots, flags, label)
+        buffers.reduce(self.parts, slots, snapshots, flags, label)
         if watched.any():
             self.parts.watch.received(watched)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpistrat import arrays
 from mpistrat.pytorch.watch.digests import flat_bits
 from mpistrat.pytorch.watch.mirrored_state import Key
 
@@ -34,12 +35,12 @@ class _Piece(NamedTuple):
 class Samples:
     """Some elements of each tensor, and the texts of other values, as they are when the object is made.
 
-    The host does not wait for a device here. The methods wait.
+    The host does not wait for a device here. The other methods wait, if `have_arrived` is not yet true.
 
     Args:
-        values: the values by key. A tensor that cannot be read as bits is left out.
+        values: the values by key. A tensor that cannot be read as bits is left out, and so is a tensor of XLA: to read
+            it, the host would wait, and XLA would compile one more graph.
         turn: a number, equal on all ranks; another number chooses other elements.
-    Attributes: are_on_host: whether no value is on a device.
     """
 
     def __init__(self, values: Mapping[Key, Any], turn: int) -> None:
@@ -50,6 +51,8 @@ class Samples:
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
                 self._texts[key] = repr(value)
+                continue
+            if arrays.is_on_xla(value):
                 continue
             # A class of tensors that the program brings along may have no bits to read.
             with contextlib.suppress(Exception):
@@ -67,7 +70,11 @@ class Samples:
             if kind[0].type != "cpu":
                 stream = torch.get_device_module(kind[0]).current_stream(kind[0])
                 self._events.append(stream.record_event())
-        self.are_on_host = not self._events
+
+    def have_arrived(self) -> bool:
+        """Return whether the host has the samples of all devices. Does not wait."""
+        self._events = [event for event in self._events if not event.query()]
+        return not self._events
 
     def checksum(self) -> int:
         """Return a number of 32 bits that changes with each bit of the samples."""

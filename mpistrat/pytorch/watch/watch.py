@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _EVERY = 1000
 _FIRST_STEPS = 16  # in these steps each rank notes facts that may be causes
-_STEPS_OF_DEVICES = 2  # so many steps later the host need not wait for the samples of a device
 
 
 class _SampledStep(NamedTuple):
@@ -81,8 +80,8 @@ class Watch:
         self._is_over = self._on_drift == "off"
         self.schedulers = Schedulers(modules.reducer)
         self._parts = modules.parts
-        self._unsent: list[_SampledStep] = []
-        self._sent: list[_SampledStep] = []  # `ModuleParts.watched` is their checksum
+        self._sampled: list[_SampledStep] = []  # not yet compared
+        self._offered = 0  # so many of them are in `ModuleParts.watched`
         self._has_told_of_rounding = False
         self._equal_after = 0  # the last step that left all equal
         self._reductions = 0  # at the end of the last step
@@ -122,11 +121,11 @@ class Watch:
             step = self._reducer.steps
             values = self._samples(self._things(), step)
             taken = _SampledStep(step, values, self._gradients, self._facts)
-            self._unsent.append(taken)
+            self._sampled.append(taken)
             self._gradients = None
             self._facts = {}
-        if self._unsent:
-            self._send()
+        if self._sampled:
+            self._offer()
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -173,16 +172,22 @@ class Watch:
             firsts[key] = thing.copies[0]
         return Samples(firsts, turn)
 
-    def _send(self) -> None:
-        """Hand a checksum of the samples that are on the host to the next agreement."""
-        long_ago = self._reducer.steps - _STEPS_OF_DEVICES
-        while self._unsent and (
-            self._unsent[0].values.are_on_host or self._unsent[0].step <= long_ago
-        ):
-            self._sent.append(self._unsent.pop(0))
-        checksums = [step.values.checksum() for step in self._sent]
-        high, low = divmod(zlib.crc32(repr(checksums).encode()) if checksums else 0, 1 << 16)
-        self._parts.watched = np.array([low, -low, high, -high], np.int32)
+    def _offer(self) -> None:
+        """Give the next agreement the number of the last step with samples on the host, and a checksum up to it.
+
+        A device of another rank may be late. So the ranks compare the checksums only if all have the same number.
+        """
+        checksums = []
+        for taken in self._sampled:
+            if not taken.values.have_arrived():
+                break
+            checksums.append(taken.values.checksum())
+        self._offered = len(checksums)
+        self._parts.watched = NO_WORDS
+        if checksums:
+            step = self._sampled[self._offered - 1].step
+            checksum = zlib.crc32(repr(checksums).encode()) >> 1
+            self._parts.watched = np.array([step, -step, checksum, -checksum], np.int32)
 
     def received(self, greatest: np.ndarray) -> None:
         """Compare the ranks' words. If they differ, the ranks look for a drift together, and rank 0 tells of it.
@@ -190,13 +195,16 @@ class Watch:
         Args: greatest: the maxima of all ranks' words. If all ranks have the same word, MAX(n) equals -MAX(-n).
         Raises: DivergenceError on all ranks, with MPISTRAT_ON_DRIFT=raise, if the ranks have drifted apart.
         """
-        sent = self._sent
-        self._sent = []
+        step, step_differs, checksum, checksum_differs = greatest.tolist()
+        if step != -step_differs:
+            return
+        offered = self._sampled[: self._offered]
+        del self._sampled[: self._offered]
         self._parts.watched = NO_WORDS
-        if (greatest[::2] != -greatest[1::2]).any():
-            self._find(sent)
-        elif sent:
-            self._equal_after = sent[-1].step
+        if checksum == -checksum_differs:
+            self._equal_after = step
+        else:
+            self._find(offered)
 
     def at_save(self) -> DivergenceError | None:
         """Compare all bits of tensors. Collective.
@@ -218,7 +226,7 @@ class Watch:
         if len(set(digests)) == 1:
             return None
         if not self._is_over:
-            self._find([*self._sent, *self._unsent])
+            self._find(self._sampled)
         steps = self._reducer.steps
         when = f"at a save after {steps} optimizer steps"
         error = find_divergence(self._strategy, digested, when)
@@ -243,13 +251,14 @@ class Watch:
         elements = sent[found.number].values.elements(key)
         of_ranks = self._communicator.all_gather_object(elements, label="values that differ")
         self._is_over = True
-        self._unsent = []
+        self._sampled = []
+        self._parts.watched = NO_WORDS
         name = things[key].name
-        others = len(found.keys) - 1
+        count = len(found.keys)
         described = drift.values_in_words(of_ranks)
         steps = f"{found.before} and {found.step}"
         text = (
-            f"the ranks have drifted apart: {name} is {described}, and {others} more values differ. It began between "
+            f"the ranks have drifted apart: {name} is {described} (values that differ: {count}). It began between "
             f"optimizer steps {steps}; the likely cause: {found.cause}. Make the ranks equal there, or call "
             "mpistrat.may_differ(module) if they may differ"
         )
