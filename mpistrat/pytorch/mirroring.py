@@ -152,6 +152,8 @@ class Mirroring(StrategyModules):
         The ranks also compare the samples of the watch.
         Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored.
         """
+        if self.parts.watch is not None:
+            self.parts.watch.after_loader()
         slots = self.registry.buffers
         if self._is_alone or not slots:
             return

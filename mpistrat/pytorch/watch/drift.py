@@ -93,6 +93,8 @@ def first_drift(
     still = differing(now)
     for number, of_ranks in enumerate(zip(*evidence, strict=False)):
         step = of_ranks[0].step
+        if len({rank.step for rank in of_ranks}) > 1:  # some ranks have made more steps
+            return None
         then = differing([rank.values for rank in of_ranks])
         keys = sorted(still & then, key=_order)
         if keys:

@@ -1,15 +1,17 @@
 """The watch: ranks compare all that should be equal on them, and a notice names the first value that has drifted apart.
 
 A rank takes samples of its parameters, buffers, optimizers and schedulers after the optimizer steps 1, 2, 4, 8 and so
-on, and after each 1000th. A checksum of them goes to the other ranks with the next agreement that is there anyway. The
-ranks send more only if checksums differ.
+on, after each 1000th, and at the end of a loader. A checksum of them goes to the other ranks with the next agreement
+that is there anyway, at last at the end of the program. The ranks send more only if checksums differ.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from mpistrat.pytorch.watch.divergence_report import (
 )
 from mpistrat.pytorch.watch.mirrored_state import PARAMETER, Key
 from mpistrat.pytorch.watch.samples import Samples
+from mpistrat.pytorch.watch.unproved import SampledStep, Unproved
 from mpistrat.replicas.torch_modules import NO_WORDS
 
 if TYPE_CHECKING:
@@ -36,20 +39,6 @@ if TYPE_CHECKING:
 
 _EVERY = 1000
 _FIRST_STEPS = 16  # in these steps each rank notes facts that may be causes
-
-
-class _SampledStep(NamedTuple):
-    """The evidence of a step on this rank, as samples that may still be on their way from a device."""
-
-    step: int
-    values: Samples
-    gradients: Samples
-    facts: dict[str, str]
-
-    def sent(self) -> drift.Evidence:
-        values = self.values.by_key()
-        gradients = self.gradients.by_key()
-        return drift.Evidence(self.step, values, gradients, self.facts)
 
 
 def is_due(number: int) -> bool:
@@ -76,14 +65,17 @@ class Watch:
         self._reducer = modules.reducer
         self._roots = roots
         self._communicator = modules.parts.group.communicator
-        self._on_drift = settings.on_drift()
-        self._is_over = self._on_drift == "off"
+        action = settings.on_drift()
+        self._is_over = action == "off"
+        self._is_off = self._is_over
         self.schedulers = Schedulers(modules.reducer)
         self._parts = modules.parts
-        self._sampled: list[_SampledStep] = []  # not yet compared
-        self._offered = 0  # so many of them are in `ModuleParts.watched`
+        self._unproved = Unproved(action)
+        self._unproved.present = weakref.WeakMethod(self._present)
+        self._unproved.compare_at_end_of(self._communicator.mpi.comm)
+        self._offered = 0  # so many of the first sampled steps are in `ModuleParts.watched`
+        self._sampled_at = 0  # the step of the last samples
         self._has_told_of_rounding = False
-        self._equal_after = 0  # the last step that left all equal
         self._reductions = 0  # at the end of the last step
         self._unreduced_steps = 0
         self._facts: dict[str, str] = {}
@@ -118,15 +110,38 @@ class Watch:
         """Take samples if the step is due. Called by: the hook after each optimizer step. Not collective."""
         self._reductions = self._reducer.reductions
         if self._gradients is not None:
-            step = self._reducer.steps
-            values = self._samples(self._things(), step)
-            taken = _SampledStep(step, values, self._gradients, self._facts)
-            self._sampled.append(taken)
+            self._take(self._gradients)
             self._gradients = None
-            self._facts = {}
-        if self._sampled:
+        if self._unproved.steps:
             self._offer()
         self.note_versions()
+
+    def after_loader(self) -> None:
+        """Take samples if there was a step since the last samples. Called by: the end of a loader. Not collective."""
+        if not self._is_over and self._sampled_at < self._reducer.steps:
+            self._take(Samples({}, 0))
+            self._offer()
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep samples of the last values when Python drops `optimizer`. Called by: its first step."""
+        weakref.finalize(optimizer, _keep_last, weakref.ref(self)).atexit = False
+
+    def keep_last(self) -> None:
+        """Keep samples of the parameters that a dropped optimizer still holds, for the end of the program."""
+        if self._unproved.steps:
+            self._unproved.last = self._present()
+
+    def _take(self, gradients: Samples) -> None:
+        self._sampled_at = self._reducer.steps
+        things = self._things()
+        names = {key: thing.name for key, thing in things.items()}
+        values = _samples(things, self._sampled_at)
+        taken = SampledStep(self._sampled_at, names, values, gradients, self._facts)
+        self._unproved.steps.append(taken)
+        self._facts = {}
+
+    def _present(self) -> Samples:
+        return _samples(self._things(), 0)
 
     def note_versions(self) -> None:
         """Note how often each parameter was written. Called by: the ends of optimizer steps, and of mirroring."""
@@ -166,27 +181,16 @@ class Watch:
             **training_flags(self._roots()),
         }
 
-    def _samples(self, things: Things, turn: int) -> Samples:
-        firsts = {}
-        for key, thing in things.items():
-            firsts[key] = thing.copies[0]
-        return Samples(firsts, turn)
-
     def _offer(self) -> None:
         """Give the next agreement the number of the last step with samples on the host, and a checksum up to it.
 
         A device of another rank may be late. So the ranks compare the checksums only if all have the same number.
         """
-        checksums = []
-        for taken in self._sampled:
-            if not taken.values.have_arrived():
-                break
-            checksums.append(taken.values.checksum())
-        self._offered = len(checksums)
+        self._offered = self._unproved.arrived()
         self._parts.watched = NO_WORDS
-        if checksums:
-            step = self._sampled[self._offered - 1].step
-            checksum = zlib.crc32(repr(checksums).encode()) >> 1
+        if self._offered:
+            step = self._unproved.steps[self._offered - 1].step
+            checksum = self._unproved.checksum(self._offered)
             self._parts.watched = np.array([step, -step, checksum, -checksum], np.int32)
 
     def received(self, greatest: np.ndarray) -> None:
@@ -198,13 +202,12 @@ class Watch:
         step, step_differs, checksum, checksum_differs = greatest.tolist()
         if step != -step_differs:
             return
-        offered = self._sampled[: self._offered]
-        del self._sampled[: self._offered]
         self._parts.watched = NO_WORDS
-        if checksum == -checksum_differs:
-            self._equal_after = step
+        if checksum != -checksum_differs:
+            self._find(self._offered)
         else:
-            self._find(offered)
+            del self._unproved.steps[: self._offered]
+            self._unproved.equal_after = step
 
     def at_save(self) -> DivergenceError | None:
         """Compare all bits of tensors. Collective.
@@ -214,7 +217,7 @@ class Watch:
         Called by: `CheckpointManager.save`, on every rank.
         Returns: the error for larger differences, equal on all ranks; None if there are none.
         """
-        if self._on_drift == "off":
+        if self._is_off:
             return None
         things = tensors_and_options(self._modules)
         digested: dict[Key, Digested] = {}
@@ -226,7 +229,7 @@ class Watch:
         if len(set(digests)) == 1:
             return None
         if not self._is_over:
-            self._find(self._sampled)
+            self._find(len(self._unproved.steps))
         steps = self._reducer.steps
         when = f"at a save after {steps} optimizer steps"
         error = find_divergence(self._strategy, digested, when)
@@ -237,34 +240,30 @@ class Watch:
         self._has_told_of_rounding = True
         return None
 
-    def _find(self, sent: list[_SampledStep]) -> None:
-        things = self._things()
-        now = self._samples(things, 0).by_key()
-        generator = zlib.crc32(torch.get_rng_state().numpy().data)
-        mine = [taken.sent() for taken in sent], now, generator, self._on_drift
-        by_rank = self._communicator.all_gather_object(mine, label="samples of the watch")
-        evidence, values, generators, actions = zip(*by_rank, strict=True)
-        found = drift.first_drift(evidence, values, self._equal_after, set(generators))
+    def _find(self, count: int) -> None:
+        gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
+        found = self._unproved.find(count, gather)
         if found is None:
             return
-        key = found.keys[0]
-        elements = sent[found.number].values.elements(key)
-        of_ranks = self._communicator.all_gather_object(elements, label="values that differ")
         self._is_over = True
-        self._sampled = []
+        self._unproved.steps.clear()
         self._parts.watched = NO_WORDS
-        name = things[key].name
-        count = len(found.keys)
-        described = drift.values_in_words(of_ranks)
-        steps = f"{found.before} and {found.step}"
-        text = (
-            f"the ranks have drifted apart: {name} is {described} (values that differ: {count}). It began between "
-            f"optimizer steps {steps}; the likely cause: {found.cause}. Make the ranks equal there, or call "
-            "mpistrat.may_differ(module) if they may differ"
-        )
-        if actions[0] == "raise":
-            error = DivergenceError(text, name)
+        if found.is_error:
+            error = DivergenceError(found.text, found.name)
             mark_raised_by_all(error)
             raise error
         if self._communicator.rank == 0:
-            tell(text)
+            tell(found.text)
+
+
+def _keep_last(reference: weakref.ref[Watch]) -> None:
+    watch = reference()
+    if watch is not None:
+        watch.keep_last()
+
+
+def _samples(things: Things, turn: int) -> Samples:
+    firsts = {}
+    for key, thing in things.items():
+        firsts[key] = thing.copies[0]
+    return Samples(firsts, turn)
