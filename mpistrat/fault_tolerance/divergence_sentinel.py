@@ -10,7 +10,8 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.pytorch.watch.divergence_report import Digested, find_divergence
-from mpistrat.pytorch.watch.mirrored_state import Key, mirrored_state
+from mpistrat.pytorch.watch.keys import Key
+from mpistrat.pytorch.watch.mirrored_state import mirrored_state
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy

@@ -249,7 +249,7 @@ class Mirroring(StrategyModules):
             if self._shared is not None:
                 self._shared.share([parameter for _, parameter in new.parameters], self.registry)
             if self.parts.watch is not None:
-                self.parts.watch.note_versions()
+                self.parts.watch.facts.note_versions()
 
     def _register(self, new: NewTensors) -> None:
         for name, parameter in new.parameters:

@@ -11,17 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpistrat.pytorch.modules.differing import may_differ
 from mpistrat.pytorch.modules.preparing import numbers_of
-from mpistrat.pytorch.watch.mirrored_state import (
-    OF_PARAMETER,
-    OPTIMIZER,
-    SCHEDULER,
-    TRAINING,
-    VARIABLE,
-    Key,
-    MirroredThing,
-    is_comparable,
-    mirrored_state,
-)
+from mpistrat.pytorch.watch.keys import OF_PARAMETER, OPTIMIZER, SCHEDULER, TRAINING, VARIABLE, Key
+from mpistrat.pytorch.watch.mirrored_state import MirroredThing, is_comparable, mirrored_state
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.reducer import GradientReducer

@@ -14,7 +14,8 @@ from mpistrat.context import AnyStrategy
 from mpistrat.errors import DivergenceError
 from mpistrat.pytorch.watch.difference import difference
 from mpistrat.pytorch.watch.digests import bits, describe, digest
-from mpistrat.pytorch.watch.mirrored_state import Key, MirroredThing, mirrored_state
+from mpistrat.pytorch.watch.keys import Key
+from mpistrat.pytorch.watch.mirrored_state import MirroredThing, mirrored_state
 
 _ROUNDING = 64
 _MOST_TOLD = 8  # copies or names in a message

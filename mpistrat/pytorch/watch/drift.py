@@ -6,14 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.pytorch.watch.mirrored_state import (
-    OF_PARAMETER,
-    OPTIMIZER,
-    PARAMETER,
-    SCHEDULER,
-    TRAINING,
-    Key,
-)
+from mpistrat.pytorch.watch.keys import OF_PARAMETER, OPTIMIZER, PARAMETER, SCHEDULER, TRAINING, Key
 
 _MOST_TOLD = 4  # groups of ranks in a notice
 

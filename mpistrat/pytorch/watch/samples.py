@@ -11,7 +11,7 @@ import torch
 
 from mpistrat import arrays
 from mpistrat.pytorch.watch.digests import flat_bits
-from mpistrat.pytorch.watch.mirrored_state import Key
+from mpistrat.pytorch.watch.keys import Key
 
 _ELEMENTS = 64  # of a tensor; a sample has fewer than twice as many
 _PRIME = 7919  # moves the places of the elements from one sample to the next

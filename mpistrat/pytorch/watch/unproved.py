@@ -15,7 +15,7 @@ from mpistrat.liveness.bounded_waits import soon
 from mpistrat.liveness.deadlines import RANK_WAITS_TO_COMPARE_AT_ITS_END
 from mpistrat.machine.notices import tell
 from mpistrat.pytorch.watch import drift
-from mpistrat.pytorch.watch.mirrored_state import Key
+from mpistrat.pytorch.watch.keys import Key
 from mpistrat.pytorch.watch.samples import Samples
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SampledStep(NamedTuple):
         return drift.Evidence(self.step, values, gradients, self.facts)
 
 
-class Found(NamedTuple):
+class FoundDrift(NamedTuple):
     """A drift in words, the name of the first value that differs, and whether it is to be an error."""
 
     text: str
@@ -78,7 +78,7 @@ class Unproved:
         checksums = [taken.values.checksum() for taken in self.steps[:count]]
         return zlib.crc32(repr(checksums).encode()) >> 1
 
-    def find(self, count: int, gather: Callable[[Any], list[Any]]) -> Found | None:
+    def find(self, count: int, gather: Callable[[Any], list[Any]]) -> FoundDrift | None:
         """Look for a drift in the first `count` steps together, and forget these. Collective.
 
         Args: gather: returns the objects of all ranks, by rank.
@@ -107,7 +107,7 @@ class Unproved:
             f"between optimizer steps {between}; the likely cause: {found.cause}. Make the ranks equal there, or call "
             "mpistrat.may_differ(module) if they may differ"
         )
-        return Found(text, name, actions[0] == "raise")
+        return FoundDrift(text, name, actions[0] == "raise")
 
     def compare_at_end_of(self, comm: MPI.Intracomm) -> None:
         """Let the ranks of `comm` compare what is left when all programs have ended. Called by: each rank, once."""
@@ -134,4 +134,3 @@ class Unproved:
             if found.is_error:
                 job_end().end_job(found.text, 1)
             tell(found.text)
-

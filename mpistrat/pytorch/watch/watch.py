@@ -11,7 +11,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -21,29 +21,21 @@ from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.graph_capture import is_capturing
 from mpistrat.errors import DivergenceError
 from mpistrat.machine.notices import tell
-from mpistrat.pytorch.modules.registry import version
-from mpistrat.pytorch.watch import drift
 from mpistrat.pytorch.watch.compared import Schedulers, Things, tensors_and_options, training_flags
 from mpistrat.pytorch.watch.divergence_report import (
     Digested,
     find_divergence,
     is_larger_than_rounding,
 )
-from mpistrat.pytorch.watch.mirrored_state import PARAMETER, Key
+from mpistrat.pytorch.watch.facts import Facts
+from mpistrat.pytorch.watch.keys import PARAMETER, Key
 from mpistrat.pytorch.watch.samples import Samples
 from mpistrat.pytorch.watch.unproved import SampledStep, Unproved
 from mpistrat.replicas.torch_modules import NO_WORDS
 
 if TYPE_CHECKING:
+    from mpistrat.communicators.router import Router
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
-
-_EVERY = 1000
-_FIRST_STEPS = 16  # in these steps each rank notes facts that may be causes
-
-
-def is_due(number: int) -> bool:
-    """Whether `number` is 1, 2, 4, 8 and so on, or a multiple of 1000."""
-    return number & (number - 1) == 0 or number % _EVERY == 0
 
 
 class Watch:
@@ -53,7 +45,9 @@ class Watch:
         modules: the strategy's modules.
         roots: returns the outermost modules, for their training flags.
 
-    Attributes: schedulers: the schedulers that have stepped.
+    Attributes:
+        schedulers: the schedulers that have stepped.
+        facts: the facts that this rank notes.
     """
 
     def __init__(
@@ -61,60 +55,49 @@ class Watch:
     ) -> None:
         self._modules = modules
         self._strategy = modules.parts.strategy
-        self._registry = modules.registry
-        self._reducer = modules.reducer
         self._roots = roots
-        self._communicator = modules.parts.group.communicator
-        action = settings.on_drift()
-        self._is_over = action == "off"
-        self._is_off = self._is_over
-        self.schedulers = Schedulers(modules.reducer)
         self._parts = modules.parts
+        self._reducer = modules.reducer
+        self._communicator = cast("Router", modules.parts.group.communicator)
+        action = settings.on_drift()
+        self._is_off = action == "off"
+        self._is_over = self._is_off
         self._unproved = Unproved(action)
         self._unproved.present = weakref.WeakMethod(self._present)
         self._unproved.compare_at_end_of(self._communicator.mpi.comm)
+        self.schedulers = Schedulers(modules.reducer)
+        self.facts = Facts(modules.reducer)
         self._offered = 0  # so many of the first sampled steps are in `ModuleParts.watched`
         self._sampled_at = 0  # the step of the last samples
         self._has_told_of_rounding = False
-        self._reductions = 0  # at the end of the last step
-        self._unreduced_steps = 0
-        self._facts: dict[str, str] = {}
         self._gradients: Samples | None = None  # taken before a step
-        self._versions: dict[Key, int] = {}
 
     def before_step(self) -> None:
         """Note facts, and take samples of gradients if the step is due. Not collective.
 
-        A step without a reduction since the step before is due if it is the 1st, 2nd, 4th, … such step.
         Called by: the hook before each optimizer step, for this rank's first replica.
         """
-        step = self._reducer.steps + 1
-        due = is_due(step)
-        if self._reductions == self._reducer.reductions:
-            self._unreduced_steps += 1
-            due = due or is_due(self._unreduced_steps)
-        if self._is_over or not (due or step <= _FIRST_STEPS):
+        if self._is_over or not self.facts.before_step():
             return
-        parameters = self._parameters()
-        if is_capturing(next(iter(parameters.values()), None)):
+        parameters = self.facts.parameters()
+        if parameters and is_capturing(parameters[0]):
             return
-        self._note_facts(step, parameters)
-        if due:
-            gradients = {}
-            for key, parameter in parameters.items():
-                if parameter.grad is not None:
-                    gradients[key] = parameter.grad
-            self._gradients = Samples(gradients, step)
+        gradients = {}
+        for slot, parameter in enumerate(parameters):
+            if parameter is not None and parameter.grad is not None:
+                gradients[PARAMETER, slot] = parameter.grad
+        self._gradients = Samples(gradients, self._reducer.steps)
 
     def after_step(self) -> None:
         """Take samples if the step is due. Called by: the hook after each optimizer step. Not collective."""
-        self._reductions = self._reducer.reductions
+        if self._is_over:
+            return
         if self._gradients is not None:
             self._take(self._gradients)
             self._gradients = None
         if self._unproved.steps:
             self._offer()
-        self.note_versions()
+        self.facts.after_step()
 
     def after_loader(self) -> None:
         """Take samples if there was a step since the last samples. Called by: the end of a loader. Not collective."""
@@ -136,43 +119,11 @@ class Watch:
         things = self._things()
         names = {key: thing.name for key, thing in things.items()}
         values = _samples(things, self._sampled_at)
-        taken = SampledStep(self._sampled_at, names, values, gradients, self._facts)
+        taken = SampledStep(self._sampled_at, names, values, gradients, self.facts.taken())
         self._unproved.steps.append(taken)
-        self._facts = {}
 
     def _present(self) -> Samples:
         return _samples(self._things(), 0)
-
-    def note_versions(self) -> None:
-        """Note how often each parameter was written. Called by: the ends of optimizer steps, and of mirroring."""
-        self._versions = {}
-        if self._notes_facts():
-            for key, parameter in self._parameters().items():
-                self._versions[key] = version(parameter)
-
-    def _notes_facts(self) -> bool:
-        """Whether this rank notes facts in the next step."""
-        steps = self._reducer.steps
-        return not self._is_over and (steps < _FIRST_STEPS or is_due(steps + 1))
-
-    def _parameters(self) -> dict[Key, torch.Tensor]:
-        found: dict[Key, torch.Tensor] = {}
-        if self._reducer.slice_steps is None:  # else the ranks of a node share them
-            for slot, parameter in enumerate(self._registry.parameters()):
-                if parameter is not None:
-                    found[PARAMETER, slot] = parameter
-        return found
-
-    def _note_facts(self, step: int, parameters: dict[Key, torch.Tensor]) -> None:
-        """Note the first case of each kind since the last samples."""
-        note = self._facts.setdefault
-        if self._reducer.has_local:
-            note(drift.LOCAL, str(step))
-        elif self._reductions == self._reducer.reductions:
-            note(drift.UNREDUCED, str(step))
-        for key, parameter in parameters.items():
-            if self._versions.get(key, version(parameter)) != version(parameter):
-                note(drift.WRITTEN, self._registry.slots[key[1]].name)
 
     def _things(self) -> Things:
         return {
