@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.reducer import GradientReducer
 
 _EVERY = 1000
-_FIRST_STEPS = 16  # facts are noted in all of these, because a cause may come before the step that shows the drift
 
 
 def is_due(number: int) -> bool:
@@ -32,7 +31,7 @@ class Facts:
         self._found: dict[str, str] = {}
         self._reductions = 0  # at the end of the last step
         self._unreduced_steps = 0
-        self._versions: list[int] = []  # of each parameter, at the end of the last step
+        self._versions: list[int] = []  # of each parameter, when `note_versions` was called
 
     def parameters(self) -> list[torch.Tensor | None]:
         """Return the parameters by slot; [] if the ranks of a node share them, so that another rank may write them."""
@@ -51,31 +50,31 @@ class Facts:
         if is_unreduced:
             self._unreduced_steps += 1
             due = due or is_due(self._unreduced_steps)
-        if not due and step > _FIRST_STEPS:
+        if not due and not self._versions:
             return False
         if self._reducer.has_local:
             self._found.setdefault(drift.LOCAL, str(step))
         elif is_unreduced:
             self._found.setdefault(drift.UNREDUCED, str(step))
-        versions = [version(parameter) for parameter in self.parameters()]
-        for slot, before in enumerate(self._versions):
-            if before != versions[slot]:
-                self._found.setdefault(drift.WRITTEN, self._reducer.registry.slots[slot].name)
+        if self._versions:
+            present = [version(parameter) for parameter in self.parameters()]
+            for slot, before in enumerate(self._versions):
+                if before != present[slot]:
+                    self._found.setdefault(drift.WRITTEN, self._reducer.registry.slots[slot].name)
+            self._versions = []
         return due
 
     def after_step(self) -> None:
         self._reductions = self._reducer.reductions
-        self.note_versions()
+        if is_due(self._reducer.steps + 1):
+            self.note_versions()
 
     def note_versions(self) -> None:
-        """Note how often each parameter was written, if the next step is to compare it.
+        """Note how often each parameter was written. The next step compares.
 
-        Called by: the end of each step, and of each mirroring.
+        Called by: the end of a step before a due step, of a loader, and of each mirroring.
         """
-        steps = self._reducer.steps
-        self._versions = []
-        if steps < _FIRST_STEPS or is_due(steps + 1):
-            self._versions = [version(parameter) for parameter in self.parameters()]
+        self._versions = [version(parameter) for parameter in self.parameters()]
 
     def taken(self) -> dict[str, str]:
         """Return the facts, and begin anew. Of each kind there is the first case."""

@@ -14,6 +14,7 @@ from mpistrat.pytorch.watch.digests import flat_bits
 from mpistrat.pytorch.watch.keys import Key
 
 _ELEMENTS = 64  # of a tensor; a sample has fewer than twice as many
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIME = 7919  # moves the places of the elements from one sample to the next
 
 
@@ -59,10 +60,9 @@ class Samples:
                 part = _part_of(value, turn)
                 kind = part.device, part.dtype
                 first = ends.get(kind, 0)
-                ends[kind] = first + len(part)
+                ends[kind] = first + part.numel()
                 parts.setdefault(kind, []).append(part)
-                piece = _Piece(kind, first, ends[kind], value.real.dtype)
-                self._pieces[key] = piece
+                self._pieces[key] = _Piece(kind, first, ends[kind], value.real.dtype)
         self._buffers: dict[Any, torch.Tensor] = {}
         self._events: list[Any] = []
         for kind, together in parts.items():
@@ -117,12 +117,12 @@ def _part_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     if tensor.is_meta:
         raise ValueError("a tensor on the device meta has no values")
     dense = tensor.detach()
-    if dense.layout is not torch.strided:
+    if dense.layout is not torch.strided or dense.is_complex():
         dense = flat_bits(dense)
     elif not dense.is_contiguous():
         # In the order of memory a dense tensor needs no copy, whatever its memory format.
         strides = dense.stride()
         dense = dense.permute(sorted(range(dense.ndim), key=strides.__getitem__, reverse=True))
-    flat = dense.reshape(-1)
-    step = max(1, len(flat) // _ELEMENTS)
-    return flat_bits(flat[turn * _PRIME % step :: step])
+    stride = max(1, dense.numel() // _ELEMENTS)
+    part = dense.reshape(-1)[turn * _PRIME % stride :: stride]
+    return part.view(_INTEGERS[part.element_size()])

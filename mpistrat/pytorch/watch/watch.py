@@ -101,9 +101,12 @@ class Watch:
 
     def after_loader(self) -> None:
         """Take samples if there was a step since the last samples. Called by: the end of a loader. Not collective."""
-        if not self._is_over and self._sampled_at < self._reducer.steps:
+        if self._is_over:
+            return
+        if self._sampled_at < self._reducer.steps:
             self._take(Samples({}, 0))
             self._offer()
+        self.facts.note_versions()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep samples of the last values when Python drops `optimizer`. Called by: its first step."""
