@@ -63,7 +63,7 @@ class Mirroring(StrategyModules):
         made_in_run = self.reducer.arrivals.made_in_run
         self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         if not self._is_alone:
-            if watches and not parts.replicas.records_steps:
+            if watches and self._communicator.size > 1 and not parts.replicas.records_steps:
                 parts.watch = Watch(self, self.recorder.roots)
             reducer.install()
             optimizers.install()
