@@ -10,6 +10,7 @@ from mpistrat.pytorch.watch.mirrored_state import (
     OF_PARAMETER,
     OPTIMIZER,
     PARAMETER,
+    SCALER,
     SCHEDULER,
     TRAINING,
     Key,
@@ -26,6 +27,7 @@ WRITTEN = "{} was written outside optimizer.step()"
 _CAUSES = {
     OPTIMIZER: "each rank sets it by its own loss or its own random numbers",
     SCHEDULER: "each rank steps the scheduler by its own loss, or not equally often",
+    SCALER: "some ranks have loaded its state, or have not called update() equally often",
     TRAINING: "train() or eval() was called on some ranks only",
 }
 _CHANGED = "some .grad was written after backward() had reduced it"

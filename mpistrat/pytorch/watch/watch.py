@@ -21,13 +21,14 @@ from mpistrat.errors import DivergenceError
 from mpistrat.machine.notices import tell
 from mpistrat.pytorch.modules.registry import version
 from mpistrat.pytorch.watch import drift
-from mpistrat.pytorch.watch.compared import Schedulers, Things, tensors_and_options, training_flags
-from mpistrat.pytorch.watch.divergence_report import (
-    Digested,
-    find_divergence,
-    is_larger_than_rounding,
+from mpistrat.pytorch.watch.divergence_report import StateComparison
+from mpistrat.pytorch.watch.mirrored_state import (
+    PARAMETER,
+    Key,
+    State,
+    state_after_step,
+    state_at_save,
 )
-from mpistrat.pytorch.watch.mirrored_state import PARAMETER, Key
 from mpistrat.pytorch.watch.samples import Samples
 from mpistrat.replicas.torch_modules import NO_WORDS
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _EVERY = 1000
 _FIRST_STEPS = 16  # in these steps each rank notes facts that may be causes
+_ROUNDINGS = 64  # of a tensor in a step, as `Difference.roundings` has them
 _STEPS_OF_DEVICES = 2  # so many steps later the host need not wait for the samples of a device
 
 
@@ -65,7 +67,6 @@ class Watch:
         modules: the strategy's modules.
         roots: returns the outermost modules, for their training flags.
 
-    Attributes: schedulers: the schedulers that have stepped.
     """
 
     def __init__(
@@ -79,7 +80,6 @@ class Watch:
         self._communicator = modules.parts.group.communicator
         self._on_drift = settings.on_drift()
         self._is_over = self._on_drift == "off"
-        self.schedulers = Schedulers(modules.reducer)
         self._parts = modules.parts
         self._unsent: list[_SampledStep] = []
         self._sent: list[_SampledStep] = []  # `ModuleParts.watched` is their checksum
@@ -160,14 +160,10 @@ class Watch:
             if self._versions.get(key, version(parameter)) != version(parameter):
                 note(drift.WRITTEN, self._registry.slots[key[1]].name)
 
-    def _things(self) -> Things:
-        return {
-            **tensors_and_options(self._modules),
-            **self.schedulers.things(),
-            **training_flags(self._roots()),
-        }
+    def _things(self) -> State:
+        return state_after_step(self._modules, self._roots())
 
-    def _samples(self, things: Things, turn: int) -> Samples:
+    def _samples(self, things: State, turn: int) -> Samples:
         firsts = {}
         for key, thing in things.items():
             firsts[key] = thing.copies[0]
@@ -199,35 +195,28 @@ class Watch:
             self._equal_after = sent[-1].step
 
     def at_save(self) -> DivergenceError | None:
-        """Compare all bits of tensors. Collective.
+        """Compare all bits of arrays. `Checkpoint.check_alike` compares numbers. Collective.
 
-        Rank 0 tells once of differences that are no larger than rounding, as between two kinds of processors. Options
-        are compared by `Checkpoint.check_alike`.
+        Rank 0 tells once of differences that are no larger than rounding, as between two kinds of processors.
         Called by: `CheckpointManager.save`, on every rank.
         Returns: the error for larger differences, equal on all ranks; None if there are none.
         """
         if self._on_drift == "off":
             return None
-        things = tensors_and_options(self._modules)
-        digested: dict[Key, Digested] = {}
-        for key, thing in things.items():
-            if isinstance(thing.copies[0], torch.Tensor):
-                digested[key] = Digested.of(thing)
-        of_rank = zlib.crc32(repr(digested).encode())
-        digests = self._communicator.all_gather_object(of_rank, label="digest at a save")
-        if len(set(digests)) == 1:
+        with self._communicator.raising_together():
+            comparison = StateComparison(self._communicator, state_at_save(self._modules))
+        if comparison.is_equal(comparison.exchange()):
             return None
         if not self._is_over:
             self._find([*self._sent, *self._unsent])
         steps = self._reducer.steps
         when = f"at a save after {steps} optimizer steps"
-        error = find_divergence(self._strategy, digested, when)
-        if error is None or is_larger_than_rounding(self._communicator, things, digested, steps):
-            return error
-        if self._communicator.rank == 0 and not self._has_told_of_rounding:
-            tell(f"{error.name} differs in the last bits between ranks, {when}")
-        self._has_told_of_rounding = True
-        return None
+        error = comparison.divergence(when, _ROUNDINGS * max(1, steps) ** 0.5)
+        if error is None and comparison.names and not self._has_told_of_rounding:
+            self._has_told_of_rounding = True
+            if self._communicator.rank == 0:
+                tell(f"{comparison.names[0]} differs in the last bits between ranks, {when}")
+        return error
 
     def _find(self, sent: list[_SampledStep]) -> None:
         things = self._things()
