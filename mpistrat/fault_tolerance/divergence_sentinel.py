@@ -22,10 +22,11 @@ class DivergenceSentinel:
     Context: cross-replica or top level.
 
     The mirrored state is everything that the strategy keeps equal on all replicas: parameters, buffers, the state and
-    hyperparameters of optimizers that step inside `run`, and mirrored variables. Buffers that were written since the
-    last reduction of gradients are left out, because the next reduction averages them. A NaN equals a NaN of the same
-    bits. A digest of 16 bytes is sent with a message before gradients are reduced; more is sent only if digests differ.
-    A program that does not call `backward()` calls `check`.
+    hyperparameters of optimizers that step inside `run`, the state of schedulers and gradient scalers that have stepped
+    there, and mirrored variables. Buffers that were written since the last reduction of gradients are left out, because
+    the next reduction averages them. A NaN equals a NaN of the same bits. A digest of 16 bytes is sent with a message
+    before gradients are reduced; more is sent only if digests differ. A program that does not call `backward()` calls
+    `check`.
 
     Args:
         strategy: the strategy whose mirrored state is compared.

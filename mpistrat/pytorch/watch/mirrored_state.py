@@ -166,7 +166,7 @@ def _schedulers_and_scalers(modules: StrategyModules) -> Iterator[tuple[Key, Mir
     other the rate.
     """
     from torch.amp import GradScaler
-    from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     from mpistrat.pytorch.modules.preparing import numbers_of, with_six_digits
 
@@ -176,11 +176,14 @@ def _schedulers_and_scalers(modules: StrategyModules) -> Iterator[tuple[Key, Mir
         if isinstance(value, GradScaler):
             kind = SCALER
             state = vars(value)  # with tensors, because numbers would wait for a device
-        elif isinstance(value, LRScheduler) and getattr(value, "_step_count", 0) > 1:
-            state = with_six_digits(numbers_of(value))
+        elif isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau):
+            # Some of torch's schedulers do not count.
+            has_stepped = getattr(value, "_step_count", 2) > 1
+            state = with_six_digits(numbers_of(value)) if has_stepped else {}
         for key, entry in state.items():
-            if is_comparable(entry):
-                thing = MirroredThing(f"{key} of {type(value).__name__}", [entry])
+            # `_init_scale` and such are of no use once the scaler has stepped.
+            if is_comparable(entry) and not key.startswith("_init"):
+                thing = MirroredThing(f"{key.strip('_')} of {type(value).__name__}", [entry])
                 yield (kind, number, key), thing
 
 
