@@ -107,6 +107,7 @@ COORDINATOR_WAITS_FOR_JOINT_EXITS = 1.0
 RANK_WAITS_FOR_JOINT_EXITS = 1.0  # for the same, where only the records of this node are known
 RANK_SLEEPS_AT_ITS_END = 0.001  # the first pause; each pause is longer than the last one …
 RANK_SLEEPS_AT_ITS_END_AT_MOST = 0.05  # … up to this
+RANK_WAITS_TO_COMPARE_AT_ITS_END = 10.0  # for the others, after the programs of all have ended
 # After the loss of a rank: mpirun kills ranks that have not ended.
 RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS = 60.0
 # Between two looks at a condition that comes true in a moment, such as an os._exit that is to seem immediate.

@@ -63,7 +63,7 @@ class Mirroring(StrategyModules):
         made_in_run = self.reducer.arrivals.made_in_run
         self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         if not self._is_alone:
-            if watches and not parts.replicas.records_steps:
+            if watches and self._communicator.size > 1 and not parts.replicas.records_steps:
                 parts.watch = Watch(self, self.recorder.roots)
             reducer.install()
             optimizers.install()
@@ -149,20 +149,20 @@ class Mirroring(StrategyModules):
     def after_loader(self) -> None:
         """Average all buffers that forwards have written since the last backward, so that a rank alone can save them.
 
-        The ranks also compare what the watch has looked at since the last reduction of gradients.
-        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored, or if
-            the last optimizer step was one after which the watch looks.
+        The ranks also compare the samples of the watch.
+        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored.
         """
+        if self.parts.watch is not None:
+            self.parts.watch.after_loader()
         slots = self.registry.buffers
-        if self._is_alone or not (slots or self.parts.watched.any()):
+        if self._is_alone or not slots:
             return
         snapshots = [buffers.snapshot(self.registry)]
         label = "buffers at the end of a loader"
         words = np.concatenate([self.parts.watched, buffers.flags_of(snapshots)])
         self._communicator.all_reduce(words, reducing("max", label))
         watched, flags = np.split(words, [len(self.parts.watched)])
-        if slots:
-            buffers.reduce(self.parts, slots, snapshots, flags, label)
+        buffers.reduce(self.parts, slots, snapshots, flags, label)
         if watched.any():
             self.parts.watch.received(watched)
 
@@ -249,7 +249,7 @@ class Mirroring(StrategyModules):
             if self._shared is not None:
                 self._shared.share([parameter for _, parameter in new.parameters], self.registry)
             if self.parts.watch is not None:
-                self.parts.watch.note_versions()
+                self.parts.watch.facts.note_versions()
 
     def _register(self, new: NewTensors) -> None:
         for name, parameter in new.parameters:

@@ -222,6 +222,9 @@ def _check_parameters(
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():
         reducer.optimizers[next(reducer.numbers)] = optimizer
+        watch = context.strategy.extended.modules.parts.watch
+        if watch is not None:
+            watch.add(optimizer)
     _checked[optimizer] = found
 
 

@@ -15,7 +15,8 @@ from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.errors import DivergenceError
 from mpistrat.pytorch.watch.difference import difference
 from mpistrat.pytorch.watch.digests import bits, describe, digest
-from mpistrat.pytorch.watch.mirrored_state import Key, MirroredThing, State
+from mpistrat.pytorch.watch.keys import Key
+from mpistrat.pytorch.watch.mirrored_state import MirroredThing, State
 
 _NODES = "names of the nodes"
 _COPY = "one copy of what differs"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.pytorch.watch.mirrored_state import (
+from mpistrat.pytorch.watch.keys import (
     OF_PARAMETER,
     OPTIMIZER,
     PARAMETER,
@@ -95,6 +95,8 @@ def first_drift(
     still = differing(now)
     for number, of_ranks in enumerate(zip(*evidence, strict=False)):
         step = of_ranks[0].step
+        if len({rank.step for rank in of_ranks}) > 1:  # some ranks have made more steps
+            return None
         then = differing([rank.values for rank in of_ranks])
         keys = sorted(still & then, key=_order)
         if keys:

@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from mpistrat import arrays
 from mpistrat.context import AnyStrategy
 from mpistrat.pytorch.modules.differing import may_differ
+from mpistrat.pytorch.watch.keys import (
+    BUFFER,
+    OF_GROUP,
+    OF_PARAMETER,
+    OPTIMIZER,
+    PARAMETER,
+    SCALER,
+    SCHEDULER,
+    TRAINING,
+    VARIABLE,
+    Key,
+)
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.modules.registry import ParameterSlot
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
-
-# Key parts, in the order of reports: a difference of a parameter is reported before one of an optimizer.
-PARAMETER, BUFFER, OPTIMIZER, VARIABLE, SCHEDULER, SCALER, TRAINING = range(7)
-OF_GROUP, OF_PARAMETER = range(2)
-
-Key = tuple[Any, ...]  # equal for the same value on every rank; keys sort in the order of reports
 
 
 class MirroredThing(NamedTuple):

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpistrat import arrays
 from mpistrat.pytorch.watch.digests import flat_bits
-from mpistrat.pytorch.watch.mirrored_state import Key
+from mpistrat.pytorch.watch.keys import Key
 
 _ELEMENTS = 64  # of a tensor; a sample has fewer than twice as many
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIME = 7919  # moves the places of the elements from one sample to the next
 
 
@@ -34,12 +36,12 @@ class _Piece(NamedTuple):
 class Samples:
     """Some elements of each tensor, and the texts of other values, as they are when the object is made.
 
-    The host does not wait for a device here. The methods wait.
+    The host does not wait for a device here. The other methods wait, if `have_arrived` is not yet true.
 
     Args:
-        values: the values by key. A tensor that cannot be read as bits is left out.
+        values: the values by key. A tensor that cannot be read as bits is left out, and so is a tensor of XLA: to read
+            it, the host would wait, and XLA would compile one more graph.
         turn: a number, equal on all ranks; another number chooses other elements.
-    Attributes: are_on_host: whether no value is on a device.
     """
 
     def __init__(self, values: Mapping[Key, Any], turn: int) -> None:
@@ -51,15 +53,16 @@ class Samples:
             if not isinstance(value, torch.Tensor):
                 self._texts[key] = repr(value)
                 continue
+            if arrays.is_on_xla(value):
+                continue
             # A class of tensors that the program brings along may have no bits to read.
             with contextlib.suppress(Exception):
                 part = _part_of(value, turn)
                 kind = part.device, part.dtype
                 first = ends.get(kind, 0)
-                ends[kind] = first + len(part)
+                ends[kind] = first + part.numel()
                 parts.setdefault(kind, []).append(part)
-                piece = _Piece(kind, first, ends[kind], value.real.dtype)
-                self._pieces[key] = piece
+                self._pieces[key] = _Piece(kind, first, ends[kind], value.real.dtype)
         self._buffers: dict[Any, torch.Tensor] = {}
         self._events: list[Any] = []
         for kind, together in parts.items():
@@ -67,7 +70,11 @@ class Samples:
             if kind[0].type != "cpu":
                 stream = torch.get_device_module(kind[0]).current_stream(kind[0])
                 self._events.append(stream.record_event())
-        self.are_on_host = not self._events
+
+    def have_arrived(self) -> bool:
+        """Return whether the host has the samples of all devices. Does not wait."""
+        self._events = [event for event in self._events if not event.query()]
+        return not self._events
 
     def checksum(self) -> int:
         """Return a number of 32 bits that changes with each bit of the samples."""
@@ -110,12 +117,12 @@ def _part_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     if tensor.is_meta:
         raise ValueError("a tensor on the device meta has no values")
     dense = tensor.detach()
-    if dense.layout is not torch.strided:
+    if dense.layout is not torch.strided or dense.is_complex():
         dense = flat_bits(dense)
     elif not dense.is_contiguous():
         # In the order of memory a dense tensor needs no copy, whatever its memory format.
         strides = dense.stride()
         dense = dense.permute(sorted(range(dense.ndim), key=strides.__getitem__, reverse=True))
-    flat = dense.reshape(-1)
-    step = max(1, len(flat) // _ELEMENTS)
-    return flat_bits(flat[turn * _PRIME % step :: step])
+    stride = max(1, dense.numel() // _ELEMENTS)
+    part = dense.reshape(-1)[turn * _PRIME % stride :: stride]
+    return part.view(_INTEGERS[part.element_size()])

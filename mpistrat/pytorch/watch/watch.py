@@ -1,15 +1,16 @@
 """The watch: ranks compare all that should be equal on them, and a notice names the first value that has drifted apart.
 
 A rank takes samples of its parameters, buffers, optimizers and schedulers after the optimizer steps 1, 2, 4, 8 and so
-on, and after each 1000th. A checksum of them goes to the other ranks with the next agreement that is there anyway. The
-ranks send more only if checksums differ.
+on, after each 1000th, and at the end of a loader. A checksum of them goes to the other ranks with the next agreement
+that is there anyway, at last at the end of the program. The ranks send more only if checksums differ.
 """
 
 from __future__ import annotations
 
-import zlib
+import functools
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -19,45 +20,19 @@ from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.graph_capture import is_capturing
 from mpistrat.errors import DivergenceError
 from mpistrat.machine.notices import tell
-from mpistrat.pytorch.modules.registry import version
-from mpistrat.pytorch.watch import drift
 from mpistrat.pytorch.watch.divergence_report import StateComparison
-from mpistrat.pytorch.watch.mirrored_state import (
-    PARAMETER,
-    Key,
-    State,
-    state_after_step,
-    state_at_save,
-)
+from mpistrat.pytorch.watch.facts import Facts
+from mpistrat.pytorch.watch.keys import PARAMETER
+from mpistrat.pytorch.watch.mirrored_state import State, state_after_step, state_at_save
 from mpistrat.pytorch.watch.samples import Samples
+from mpistrat.pytorch.watch.unproved import SampledStep, Unproved
 from mpistrat.replicas.torch_modules import NO_WORDS
 
 if TYPE_CHECKING:
+    from mpistrat.communicators.router import Router
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 
-_EVERY = 1000
-_FIRST_STEPS = 16  # in these steps each rank notes facts that may be causes
 _ROUNDINGS = 64  # of a tensor in a step, as `Difference.roundings` has them
-_STEPS_OF_DEVICES = 2  # so many steps later the host need not wait for the samples of a device
-
-
-class _SampledStep(NamedTuple):
-    """The evidence of a step on this rank, as samples that may still be on their way from a device."""
-
-    step: int
-    values: Samples
-    gradients: Samples
-    facts: dict[str, str]
-
-    def sent(self) -> drift.Evidence:
-        values = self.values.by_key()
-        gradients = self.gradients.by_key()
-        return drift.Evidence(self.step, values, gradients, self.facts)
-
-
-def is_due(number: int) -> bool:
-    """Whether `number` is 1, 2, 4, 8 and so on, or a multiple of 1000."""
-    return number & (number - 1) == 0 or number % _EVERY == 0
 
 
 class Watch:
@@ -67,6 +42,7 @@ class Watch:
         modules: the strategy's modules.
         roots: returns the outermost modules, for their training flags.
 
+    Attributes: facts: the facts that this rank notes.
     """
 
     def __init__(
@@ -74,111 +50,92 @@ class Watch:
     ) -> None:
         self._modules = modules
         self._strategy = modules.parts.strategy
-        self._registry = modules.registry
-        self._reducer = modules.reducer
         self._roots = roots
-        self._communicator = modules.parts.group.communicator
-        self._on_drift = settings.on_drift()
-        self._is_over = self._on_drift == "off"
         self._parts = modules.parts
-        self._unsent: list[_SampledStep] = []
-        self._sent: list[_SampledStep] = []  # `ModuleParts.watched` is their checksum
+        self._reducer = modules.reducer
+        self._communicator = cast("Router", modules.parts.group.communicator)
+        action = settings.on_drift()
+        self._is_off = action == "off"
+        self._is_over = self._is_off
+        self._unproved = Unproved(action)
+        self._unproved.present = weakref.WeakMethod(self._present)
+        self._unproved.compare_at_end_of(self._communicator.mpi.comm)
+        self.facts = Facts(modules.reducer)
+        self._offered = 0  # so many of the first sampled steps are in `ModuleParts.watched`
+        self._sampled_at = 0  # the step of the last samples
         self._has_told_of_rounding = False
-        self._equal_after = 0  # the last step that left all equal
-        self._reductions = 0  # at the end of the last step
-        self._unreduced_steps = 0
-        self._facts: dict[str, str] = {}
         self._gradients: Samples | None = None  # taken before a step
-        self._versions: dict[Key, int] = {}
 
     def before_step(self) -> None:
         """Note facts, and take samples of gradients if the step is due. Not collective.
 
-        A step without a reduction since the step before is due if it is the 1st, 2nd, 4th, … such step.
         Called by: the hook before each optimizer step, for this rank's first replica.
         """
-        step = self._reducer.steps + 1
-        due = is_due(step)
-        if self._reductions == self._reducer.reductions:
-            self._unreduced_steps += 1
-            due = due or is_due(self._unreduced_steps)
-        if self._is_over or not (due or step <= _FIRST_STEPS):
+        if self._is_over or not self.facts.before_step():
             return
-        parameters = self._parameters()
-        if is_capturing(next(iter(parameters.values()), None)):
+        parameters = self.facts.parameters()
+        if parameters and is_capturing(parameters[0]):
             return
-        self._note_facts(step, parameters)
-        if due:
-            gradients = {}
-            for key, parameter in parameters.items():
-                if parameter.grad is not None:
-                    gradients[key] = parameter.grad
-            self._gradients = Samples(gradients, step)
+        gradients = {}
+        for slot, parameter in enumerate(parameters):
+            if parameter is not None and parameter.grad is not None:
+                gradients[PARAMETER, slot] = parameter.grad
+        self._gradients = Samples(gradients, self._reducer.steps)
 
     def after_step(self) -> None:
         """Take samples if the step is due. Called by: the hook after each optimizer step. Not collective."""
-        self._reductions = self._reducer.reductions
+        if self._is_over:
+            return
         if self._gradients is not None:
-            step = self._reducer.steps
-            values = self._samples(self._things(), step)
-            taken = _SampledStep(step, values, self._gradients, self._facts)
-            self._unsent.append(taken)
+            self._take(self._gradients)
             self._gradients = None
-            self._facts = {}
-        if self._unsent:
-            self._send()
-        self.note_versions()
+        if self._unproved.steps:
+            self._offer()
+        self.facts.after_step()
 
-    def note_versions(self) -> None:
-        """Note how often each parameter was written. Called by: the ends of optimizer steps, and of mirroring."""
-        self._versions = {}
-        if self._notes_facts():
-            for key, parameter in self._parameters().items():
-                self._versions[key] = version(parameter)
+    def after_loader(self) -> None:
+        """Take samples if there was a step since the last samples. Called by: the end of a loader. Not collective."""
+        if self._is_over:
+            return
+        if self._sampled_at < self._reducer.steps:
+            self._take(Samples({}, 0))
+            self._offer()
+        self.facts.note_versions()
 
-    def _notes_facts(self) -> bool:
-        """Whether this rank notes facts in the next step."""
-        steps = self._reducer.steps
-        return not self._is_over and (steps < _FIRST_STEPS or is_due(steps + 1))
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep samples of the last values when Python drops `optimizer`. Called by: its first step."""
+        weakref.finalize(optimizer, _keep_last, weakref.ref(self)).atexit = False
 
-    def _parameters(self) -> dict[Key, torch.Tensor]:
-        found: dict[Key, torch.Tensor] = {}
-        if self._reducer.slice_steps is None:  # else the ranks of a node share them
-            for slot, parameter in enumerate(self._registry.parameters()):
-                if parameter is not None:
-                    found[PARAMETER, slot] = parameter
-        return found
+    def keep_last(self) -> None:
+        """Keep samples of the parameters that a dropped optimizer still holds, for the end of the program."""
+        if self._unproved.steps:
+            self._unproved.last = self._present()
 
-    def _note_facts(self, step: int, parameters: dict[Key, torch.Tensor]) -> None:
-        """Note the first case of each kind since the last samples."""
-        note = self._facts.setdefault
-        if self._reducer.has_local:
-            note(drift.LOCAL, str(step))
-        elif self._reductions == self._reducer.reductions:
-            note(drift.UNREDUCED, str(step))
-        for key, parameter in parameters.items():
-            if self._versions.get(key, version(parameter)) != version(parameter):
-                note(drift.WRITTEN, self._registry.slots[key[1]].name)
+    def _take(self, gradients: Samples) -> None:
+        self._sampled_at = self._reducer.steps
+        things = self._things()
+        names = {key: thing.name for key, thing in things.items()}
+        values = _samples(things, self._sampled_at)
+        taken = SampledStep(self._sampled_at, names, values, gradients, self.facts.taken())
+        self._unproved.steps.append(taken)
+
+    def _present(self) -> Samples:
+        return _samples(self._things(), 0)
 
     def _things(self) -> State:
         return state_after_step(self._modules, self._roots())
 
-    def _samples(self, things: State, turn: int) -> Samples:
-        firsts = {}
-        for key, thing in things.items():
-            firsts[key] = thing.copies[0]
-        return Samples(firsts, turn)
+    def _offer(self) -> None:
+        """Give the next agreement the number of the last step with samples on the host, and a checksum up to it.
 
-    def _send(self) -> None:
-        """Hand a checksum of the samples that are on the host to the next agreement."""
-        long_ago = self._reducer.steps - _STEPS_OF_DEVICES
-        while self._unsent and (
-            self._unsent[0].values.are_on_host or self._unsent[0].step <= long_ago
-        ):
-            self._sent.append(self._unsent.pop(0))
-        checksums = [step.values.checksum() for step in self._sent]
-        high, low = divmod(zlib.crc32(repr(checksums).encode()) if checksums else 0, 1 << 16)
-        self._parts.watched = np.array([low, -low, high, -high], np.int32)
+        A device of another rank may be late. So the ranks compare the checksums only if all have the same number.
+        """
+        self._offered = self._unproved.arrived()
+        self._parts.watched = NO_WORDS
+        if self._offered:
+            step = self._unproved.steps[self._offered - 1].step
+            checksum = self._unproved.checksum(self._offered)
+            self._parts.watched = np.array([step, -step, checksum, -checksum], np.int32)
 
     def received(self, greatest: np.ndarray) -> None:
         """Compare the ranks' words. If they differ, the ranks look for a drift together, and rank 0 tells of it.
@@ -186,13 +143,15 @@ class Watch:
         Args: greatest: the maxima of all ranks' words. If all ranks have the same word, MAX(n) equals -MAX(-n).
         Raises: DivergenceError on all ranks, with MPISTRAT_ON_DRIFT=raise, if the ranks have drifted apart.
         """
-        sent = self._sent
-        self._sent = []
+        step, step_differs, checksum, checksum_differs = greatest.tolist()
+        if step != -step_differs:
+            return
         self._parts.watched = NO_WORDS
-        if (greatest[::2] != -greatest[1::2]).any():
-            self._find(sent)
-        elif sent:
-            self._equal_after = sent[-1].step
+        if checksum != -checksum_differs:
+            self._find(self._offered)
+        else:
+            del self._unproved.steps[: self._offered]
+            self._unproved.equal_after = step
 
     def at_save(self) -> DivergenceError | None:
         """Compare all bits of arrays. `Checkpoint.check_alike` compares numbers. Collective.
@@ -201,14 +160,14 @@ class Watch:
         Called by: `CheckpointManager.save`, on every rank.
         Returns: the error for larger differences, equal on all ranks; None if there are none.
         """
-        if self._on_drift == "off":
+        if self._is_off:
             return None
         with self._communicator.raising_together():
             comparison = StateComparison(self._communicator, state_at_save(self._modules))
         if comparison.is_equal(comparison.exchange()):
             return None
         if not self._is_over:
-            self._find([*self._sent, *self._unsent])
+            self._find(len(self._unproved.steps))
         steps = self._reducer.steps
         when = f"at a save after {steps} optimizer steps"
         error = comparison.divergence(when, _ROUNDINGS * max(1, steps) ** 0.5)
@@ -218,33 +177,30 @@ class Watch:
                 tell(f"{comparison.names[0]} differs in the last bits between ranks, {when}")
         return error
 
-    def _find(self, sent: list[_SampledStep]) -> None:
-        things = self._things()
-        now = self._samples(things, 0).by_key()
-        generator = zlib.crc32(torch.get_rng_state().numpy().data)
-        mine = [taken.sent() for taken in sent], now, generator, self._on_drift
-        by_rank = self._communicator.all_gather_object(mine, label="samples of the watch")
-        evidence, values, generators, actions = zip(*by_rank, strict=True)
-        found = drift.first_drift(evidence, values, self._equal_after, set(generators))
+    def _find(self, count: int) -> None:
+        gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
+        found = self._unproved.find(count, gather)
         if found is None:
             return
-        key = found.keys[0]
-        elements = sent[found.number].values.elements(key)
-        of_ranks = self._communicator.all_gather_object(elements, label="values that differ")
         self._is_over = True
-        self._unsent = []
-        name = things[key].name
-        others = len(found.keys) - 1
-        described = drift.values_in_words(of_ranks)
-        steps = f"{found.before} and {found.step}"
-        text = (
-            f"the ranks have drifted apart: {name} is {described}, and {others} more values differ. It began between "
-            f"optimizer steps {steps}; the likely cause: {found.cause}. Make the ranks equal there, or call "
-            "mpistrat.may_differ(module) if they may differ"
-        )
-        if actions[0] == "raise":
-            error = DivergenceError(text, name)
+        self._unproved.steps.clear()
+        self._parts.watched = NO_WORDS
+        if found.is_error:
+            error = DivergenceError(found.text, found.name)
             mark_raised_by_all(error)
             raise error
         if self._communicator.rank == 0:
-            tell(text)
+            tell(found.text)
+
+
+def _keep_last(reference: weakref.ref[Watch]) -> None:
+    watch = reference()
+    if watch is not None:
+        watch.keep_last()
+
+
+def _samples(things: State, turn: int) -> Samples:
+    firsts = {}
+    for key, thing in things.items():
+        firsts[key] = thing.copies[0]
+    return Samples(firsts, turn)

@@ -37,6 +37,7 @@ from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.ending.abort_channel import AbortChannel
 from mpistrat.liveness.records.watch import CommunicatorWatch
+from mpistrat.pytorch.watch.samples import Samples
 from mpistrat.tools.bench.device import Device
 from mpistrat.tools.bench.peers import raw_mpi
 
@@ -278,6 +279,18 @@ def device_copies() -> None:
     expect(result.cpu(), values())
 
 
+def samples() -> None:
+    """The host reads samples of a device after they have arrived."""
+    on_host = torch.as_tensor(values())
+    expected = Samples({(0,): on_host}, 0)
+    taken = Samples({(0,): on_host.to("sim") * 1}, 0)
+    while not taken.have_arrived():
+        pass
+    assert taken.checksum() == expected.checksum()
+    at_once = Samples({(0,): on_host.to("sim") * 1}, 0)
+    assert at_once.by_key() == expected.by_key()
+
+
 def plain_mpi() -> None:
     """As the benchmark measures it."""
     buffer = torch.zeros(LENGTH, device="sim")
@@ -366,7 +379,7 @@ def unrecorded(of: Any) -> Any:
 HOST = [through_the_host, native_through_the_host]
 TORCH = [staged, device_aware, native_sums, *HOST, until_idle]
 NCCL = [nccl, early_nccl]
-OTHERS = [by_node, two_libraries, timed, plain_mpi, buckets, device_copies, staged_cupy]
+OTHERS = [by_node, two_libraries, timed, plain_mpi, buckets, samples, device_copies, staged_cupy]
 ALL = [*TORCH, *OTHERS, *NCCL]
 ACCELERATOR = "communicators/transports/accelerator"
 # Where waits of a file show; of others, all is tried.
@@ -381,6 +394,7 @@ OF_FILE = {
     f"{ACCELERATOR}/staging.py": [staged],
     "input/device_copies.py": [device_copies],
     "pytorch/gradients/device_buckets.py": [buckets],
+    "pytorch/watch/samples.py": [samples],
     "tools/bench/device.py": [timed],
     "tools/bench/peers/raw_mpi.py": [plain_mpi],
 }

@@ -1,0 +1,136 @@
+"""The samples that ranks have taken and not compared yet. They outlive the strategy, until the end of the program."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mpistrat.liveness.bounded_waits import soon
+from mpistrat.liveness.deadlines import RANK_WAITS_TO_COMPARE_AT_ITS_END
+from mpistrat.machine.notices import tell
+from mpistrat.pytorch.watch import drift
+from mpistrat.pytorch.watch.keys import Key
+from mpistrat.pytorch.watch.samples import Samples
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class SampledStep(NamedTuple):
+    """The evidence of a step on this rank, as samples that may still be on their way from a device."""
+
+    step: int
+    names: dict[Key, str]
+    values: Samples
+    gradients: Samples
+    facts: dict[str, str]
+
+    def sent(self) -> drift.Evidence:
+        values = self.values.by_key()
+        gradients = self.gradients.by_key()
+        return drift.Evidence(self.step, values, gradients, self.facts)
+
+
+class FoundDrift(NamedTuple):
+    """A drift in words, the name of the first value that differs, and whether it is to be an error."""
+
+    text: str
+    name: str
+    is_error: bool
+
+
+class Unproved:
+    """The samples of a strategy that the ranks have not compared yet.
+
+    Attributes:
+        steps: the sampled steps, in their order.
+        equal_after: the last step that left all equal, as far as the ranks have compared.
+        last: the values when the last optimizer was dropped; None before.
+        present: a weak reference to a function that returns samples of the present values.
+
+    Args: action: what to do about a drift, from `settings.on_drift`.
+    """
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+        self.steps: list[SampledStep] = []
+        self.equal_after = 0
+        self.last: Samples | None = None
+        self.present: weakref.WeakMethod[Callable[[], Samples]]
+
+    def arrived(self) -> int:
+        """Return how many of the first samples are on the host. Does not wait."""
+        count = 0
+        for taken in self.steps:
+            if not taken.values.have_arrived():
+                break
+            count += 1
+        return count
+
+    def checksum(self, count: int) -> int:
+        """Return a number of 31 bits for the values of the first `count` steps."""
+        checksums = [taken.values.checksum() for taken in self.steps[:count]]
+        return zlib.crc32(repr(checksums).encode()) >> 1
+
+    def find(self, count: int, gather: Callable[[Any], list[Any]]) -> FoundDrift | None:
+        """Look for a drift in the first `count` steps together, and forget these. Collective.
+
+        Args: gather: returns the objects of all ranks, by rank.
+        """
+        steps = self.steps[:count]
+        del self.steps[:count]
+        now: dict[Key, Any] = {}
+        if self.last is not None:
+            now.update(self.last.by_key())
+        present = self.present()
+        if present is not None:
+            now.update(present().by_key())
+        generator = zlib.crc32(torch.get_rng_state().numpy().data)
+        mine = [taken.sent() for taken in steps], now, generator, self._action
+        evidence, values, generators, actions = zip(*gather(mine), strict=True)
+        found = drift.first_drift(evidence, values, self.equal_after, set(generators))
+        if found is None:
+            return None
+        key = found.keys[0]
+        shown = steps[found.number]
+        described = drift.values_in_words(gather(shown.values.elements(key)))
+        name = shown.names[key]
+        between = f"{found.before} and {found.step}"
+        text = (
+            f"the ranks have drifted apart: {name} is {described} (values that differ: {len(found.keys)}). It began "
+            f"between optimizer steps {between}; the likely cause: {found.cause}. Make the ranks equal there, or call "
+            "mpistrat.may_differ(module) if they may differ"
+        )
+        return FoundDrift(text, name, actions[0] == "raise")
+
+    def compare_at_end_of(self, comm: MPI.Intracomm) -> None:
+        """Let the ranks of `comm` compare what is left when all programs have ended. Called by: each rank, once."""
+        from mpistrat.liveness.ending.job_end import job_end
+
+        action = functools.partial(self._at_end, comm)
+        job_end().call_last(action)
+
+    def _at_end(self, comm: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        from mpistrat.liveness.ending.job_end import job_end
+
+        if job_end().losses.has_lost(comm):
+            return
+        checksum = self.checksum(len(self.steps))
+        words = np.array([checksum, -checksum], np.int32)
+        request = comm.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)
+        has_come = soon(request.Test, RANK_WAITS_TO_COMPARE_AT_ITS_END)
+        if not has_come or words[0] == -words[1]:
+            return
+        found = self.find(len(self.steps), comm.allgather)
+        if found is not None and comm.rank == 0:
+            if found.is_error:
+                job_end().end_job(found.text, 1)
+            tell(found.text)
