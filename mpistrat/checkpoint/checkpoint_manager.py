@@ -22,7 +22,6 @@ from mpistrat.checkpoint.shards import Assembly
 from mpistrat.checkpoint.snapshots import Snapshots
 from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
-from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.liveness.bounded_waits import soon
 from mpistrat.machine.notices import tell, warn_on_first_rank
@@ -192,7 +191,6 @@ class CheckpointManager:
                 drift.args = (
                     f"{drift}\nThe checkpoint {checkpoint.path} has rank 0's values, and is marked as differing",
                 )
-                mark_raised_by_all(drift)
                 raise drift
             return checkpoint.path
 

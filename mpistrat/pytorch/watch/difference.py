@@ -46,7 +46,7 @@ def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Differe
     values = _values(found, like)[different]
     with np.errstate(all="ignore"):
         sizes = np.abs(values - references)
-        most = int(np.argmax(np.where(np.isnan(sizes), np.inf, sizes)))
+        most = int(np.argmax(sizes))  # of a NaN, if there is one
         sizes[np.isnan(values) & np.isnan(references)] = 0.0
         distance = np.linalg.norm(sizes)
         norm = np.linalg.norm(all_references[np.isfinite(all_references)])

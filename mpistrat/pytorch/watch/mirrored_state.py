@@ -111,10 +111,9 @@ def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]
 
     The slot is the strategy's entry for the parameter, with its name.
     """
-    registry = modules.registry
     exempt = may_differ()
-    parameters = registry.parameters()
-    for index, (slot, parameter) in enumerate(zip(registry.slots, parameters, strict=True)):
+    for index, slot in enumerate(modules.registry.slots):
+        parameter = slot.reference()
         if parameter is not None and id(parameter) not in exempt:
             yield index, slot, parameter
 

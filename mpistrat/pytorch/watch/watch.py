@@ -166,18 +166,18 @@ class Watch:
             comparison = StateComparison(self._communicator, state_at_save(self._modules))
         if comparison.is_equal(comparison.exchange()):
             return None
-        if not self._is_over:
-            self._find(len(self._unproved.steps))
         steps = self._reducer.steps
         when = f"at a save after {steps} optimizer steps"
         error = comparison.divergence(when, _ROUNDINGS * max(1, steps) ** 0.5)
+        if error is not None and not self._is_over:
+            self._find(len(self._unproved.steps), raises=False)  # the checkpoint is to be written
         if error is None and comparison.names and not self._has_told_of_rounding:
             self._has_told_of_rounding = True
             if self._communicator.rank == 0:
                 tell(f"{comparison.names[0]} differs in the last bits between ranks, {when}")
         return error
 
-    def _find(self, count: int) -> None:
+    def _find(self, count: int, raises: bool = True) -> None:
         gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
         found = self._unproved.find(count, gather)
         if found is None:
@@ -185,7 +185,7 @@ class Watch:
         self._is_over = True
         self._unproved.steps.clear()
         self._parts.watched = NO_WORDS
-        if found.is_error:
+        if found.is_error and raises:
             error = DivergenceError(found.text, found.name)
             mark_raised_by_all(error)
             raise error

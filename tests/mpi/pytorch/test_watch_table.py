@@ -48,9 +48,9 @@ class Training:
         with strategy.scope():
             self.count: Any = ms.Variable(np.zeros(3), name="count")
 
-    def train(self, spoil: Callable[[Any], Any] | None = None) -> None:
-        """Make 9 steps. After the third, the last rank calls `spoil`."""
-        for number in range(9):
+    def train(self, spoil: Callable[[Any], Any] | None = None, last: int = 9) -> None:
+        """Make `last` steps. After the third, the last rank calls `spoil`."""
+        for number in range(last):
             self.optimizer.zero_grad()
             loss = self.net(torch.full((2, 3), 1.0 + RANK, dtype=torch.float64)).square().mean()
             self.scaler.scale(loss).backward()
@@ -115,7 +115,7 @@ class AtTheStepOfRank0(Training):
         self.alone = CosineAnnealingLR(self.optimizer, 9)
         strategy.prepare(self.alone)
 
-    def train(self, spoil: Callable[[Any], Any] | None = None) -> None:
+    def train(self, spoil: Callable[[Any], Any] | None = None, last: int = 9) -> None:
         super().train(spoil)
         if RANK == 0:
             self.alone.step()
@@ -183,6 +183,25 @@ def test_a_save_compares_whole_arrays(strategy: ms.Strategy, kind: str, director
         assert caught.value.name == name
         assert caught.value.ranks == ((LAST,) if SIZE > 2 else ())
     assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_work_is_saved_before_the_error(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, notices: list[str]
+) -> None:
+    """The samples of the fourth step have not been compared yet."""
+    monkeypatch.setenv("MPISTRAT_ON_DRIFT", "raise")
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+    with strategy.replica():
+        training = Training(strategy)
+        training.train(SPOILS["parameter"][0], last=4)
+        manager = training.manager(directory)
+        errors = errors_of_ranks(lambda: manager.save(4))
+    assert {kind for kind, _, _ in errors} == {"DivergenceError"}
+    assert all("is marked as differing" in text for _, text, _ in errors), errors
+    assert manager.latest_checkpoint is not None
+    said = [text for text in notices if "drifted apart" in text]
+    assert len(said) == (RANK == 0)
 
 
 def test_a_rank_that_cannot_be_read_at_a_save(strategy: ms.Strategy, directory: Path) -> None:
