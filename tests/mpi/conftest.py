@@ -1,6 +1,7 @@
 """Every test in this folder is an MPI test: right at 1, 2, 3 and 4 ranks, run under `mpiexec … pytest --with-mpi`."""
 
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+# All programs of these tests are right, unless a test says otherwise: the watch may accuse none of them.
+os.environ.setdefault("MPISTRAT_ON_DRIFT", "raise")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,6 +33,12 @@ def directory() -> Iterator[Path]:
     world.Barrier()
     if world.rank == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture
+def drifting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program drifts apart on purpose: a notice tells of it."""
+    monkeypatch.setenv("MPISTRAT_ON_DRIFT", "tell")
 
 
 @pytest.fixture

@@ -128,6 +128,21 @@ def test_all_ranks_save_after_the_same_step(name: str, folder: str) -> None:
             timer.join()
 
 
+def test_ranks_that_differ_save_before_they_leave(
+    drifting: None, folder: str, notices: list[str]
+) -> None:
+    training = Training(STRATEGIES["plain"](), folder, save_fn=None)
+    training.step()
+    with torch.no_grad():
+        training.model.bias += RANK
+    if RANK == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    steps = training.until_it_leaves()
+    assert Path(folder, f"step-{steps:08}").is_dir()
+    marked = [text for text in notices if "has rank 0's values, and is marked" in text]
+    assert len(marked) == (SIZE > 1 and RANK == 0)
+
+
 def test_twenty_signals_at_random_moments(folder: str) -> None:
     strategy = STRATEGIES["plain"]()
     for seed in range(20):

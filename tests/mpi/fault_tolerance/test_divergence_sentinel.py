@@ -23,6 +23,8 @@ from support.training.whole_batch import (
 
 FLOAT64_BIT = 1 << 40
 
+pytestmark = pytest.mark.usefixtures("drifting")
+
 
 class Net(torch.nn.Module):
     """The last layer is large enough for several rows of a digest."""

@@ -230,11 +230,6 @@ def strategy() -> ms.Strategy:
     return ms.MultiWorkerMirroredStrategy()
 
 
-@pytest.fixture
-def raising(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPISTRAT_ON_DRIFT", "raise")
-
-
 def drifts(said: list[str]) -> list[str]:
     return [text for text in said if "drifted apart" in text]
 
@@ -242,7 +237,7 @@ def drifts(said: list[str]) -> list[str]:
 @several
 @pytest.mark.parametrize("program", DRIFTING, ids=lambda program: program.__name__)
 def test_drift_is_told_once_by_the_first_rank(
-    strategy: ms.Strategy, program: type[Training], notices: list[str]
+    drifting: None, strategy: ms.Strategy, program: type[Training], notices: list[str]
 ) -> None:
     with strategy.replica():
         trained = program(strategy)
@@ -255,9 +250,7 @@ def test_drift_is_told_once_by_the_first_rank(
 
 
 @several
-def test_drift_is_an_error_on_all_ranks_if_the_program_asks(
-    raising: None, strategy: ms.Strategy
-) -> None:
+def test_drift_is_an_error_on_all_ranks_if_the_program_asks(strategy: ms.Strategy) -> None:
     with strategy.replica():
         errors = errors_of_ranks(AddedByHand(strategy).train)
     assert {kind for kind, _, _ in errors} == {"DivergenceError"}
@@ -472,6 +465,39 @@ class PerRankHead(AddedByHand):
         self.model[0].weight.grad = torch.full_like(self.model[0].weight, float(RANK))
 
 
+class LocalSteps(Training):
+    """Each rank trains alone for an epoch; then the program averages, and says that ranks may differ."""
+
+    def prepared(self) -> None:
+        ms.may_differ(self.model)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:
+        with self.strategy.no_sync():
+            super().step(x, y, number)
+
+    def end(self, epoch: int) -> None:
+        for parameter in self.model.parameters():
+            MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, parameter.detach().numpy())
+            parameter.data /= SIZE
+
+
+class Experts(Training):
+    """Each rank has an expert of its own, which no strategy mirrors."""
+
+    def prepared(self) -> None:
+        torch.manual_seed(RANK)
+        self.expert = torch.nn.Linear(4, 1).double()
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mse_loss(self.model(x) + self.expert(x), y)
+
+    def stepped(self) -> None:
+        with torch.no_grad():
+            for parameter in self.expert.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
 class DealtOut(Training):
     """Each rank has an optimizer of its own parameters, and then sends their values."""
 
@@ -488,13 +514,13 @@ class DealtOut(Training):
 RIGHT = [
     *(Training, Clipped, Accumulating, OwnAllReduce, Averaging, Gan, Maml, SharpnessAware),
     *(WeightNoise, Averaged, Frozen, Lbfgs, PlateauWithBroadcast, EvaluationOnFirstRank),
-    *(BatchNorm, Diverged, ErrorFeedback, PerRankHead, DealtOut),
+    *(BatchNorm, Diverged, ErrorFeedback, PerRankHead, LocalSteps, Experts, DealtOut),
 ]
 
 
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 def test_programs_that_are_right(
-    raising: None, strategy: ms.Strategy, program: type[Training], notices: list[str]
+    strategy: ms.Strategy, program: type[Training], notices: list[str]
 ) -> None:
     with strategy.replica():
         program(strategy).train()
@@ -527,7 +553,7 @@ class Saving(Training):
 
 
 def test_a_save_of_ranks_that_differ(
-    strategy: ms.Strategy, directory: Path, notices: list[str]
+    drifting: None, strategy: ms.Strategy, directory: Path, notices: list[str]
 ) -> None:
     with strategy.replica():
         program = Saving(strategy)
@@ -594,13 +620,13 @@ def ways(request: pytest.FixtureRequest) -> ms.Strategy:
     return ms.MultiWorkerMirroredStrategy(devices=devices, gradients="sum")
 
 
-def test_run_in_all_ways_is_right(raising: None, ways: ms.Strategy, notices: list[str]) -> None:
+def test_run_in_all_ways_is_right(ways: ms.Strategy, notices: list[str]) -> None:
     trained_in_run(ways, lambda model: None)
     assert not drifts(notices)
 
 
 @several
-def test_run_with_two_replicas_of_each_rank(notices: list[str]) -> None:
+def test_run_with_two_replicas_of_each_rank(drifting: None, notices: list[str]) -> None:
     def spoil(model: torch.nn.Module) -> None:
         with torch.no_grad():
             model.weight += RANK  # type: ignore[operator]
