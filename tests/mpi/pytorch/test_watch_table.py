@@ -95,7 +95,7 @@ def strategy() -> ms.Strategy:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", SPOILS)
 def test_a_value_of_each_kind_is_told_of(
-    strategy: ms.Strategy, kind: str, notices: list[str]
+    drifting: None, strategy: ms.Strategy, kind: str, notices: list[str]
 ) -> None:
     spoil, text = SPOILS[kind]
     with strategy.replica():
@@ -187,11 +187,9 @@ def test_a_save_compares_whole_arrays(strategy: ms.Strategy, kind: str, director
 
 @pytest.mark.mpi(min_size=2)
 def test_work_is_saved_before_the_error(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, notices: list[str]
+    strategy: ms.Strategy, directory: Path, notices: list[str]
 ) -> None:
     """The samples of the fourth step have not been compared yet."""
-    monkeypatch.setenv("MPISTRAT_ON_DRIFT", "raise")
-    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
     with strategy.replica():
         training = Training(strategy)
         training.train(SPOILS["parameter"][0], last=4)
