@@ -114,8 +114,8 @@ class DivergenceSentinel:
     def _judge(self, greatest: np.ndarray, when: str) -> None:
         comparison = self._comparison
         self._comparison = None
-        if comparison is not None and not comparison.is_equal(greatest):
-            error = comparison.divergence(f"{when}; {self._last_equal}")
+        if comparison is not None:
+            error = comparison.divergence(greatest, f"{when}; {self._last_equal}")
             if error is not None:
                 raise error
         self._last_equal = f"all was equal {when}"

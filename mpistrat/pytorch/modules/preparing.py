@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
 Purpose = Literal["use", "save", "restore"]
+_PARAMETER = "parameter "
 Lines: TypeAlias = dict[Any, str]  # texts that must be equal on all ranks, by a key
 _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
@@ -90,7 +91,7 @@ def check_alike(
     communicator = extended.communicator
     if not found or communicator.size == 1:
         return
-    modules = extended.modules.made
+    modules = extended.modules.get()
     lines: Lines = {}
     with communicator.raising_together():
         for name, value in found.items():
@@ -106,9 +107,8 @@ def check_alike(
         )
         mark_raised_by_all(error)
         raise error
-    if modules is not None:
-        for value in found.values():
-            modules.compared.setdefault(value, next(modules.numbers))
+    for value in found.values():
+        modules.compared.setdefault(value, next(modules.numbers))
 
 
 def of_all(communicator: Communicator, lines: Lines, label: str) -> list[Lines]:
@@ -146,8 +146,7 @@ def _are_dealt_out(of_ranks: list[Lines]) -> bool:
     """
     owned: list[str] = []
     for lines in of_ranks:
-        of_rank = [line for line in lines.values() if line.startswith("parameter ")]
-        owned += {line.split(" is ")[1] for line in of_rank}
+        owned += {line.split(" is ")[1] for line in lines.values() if line.startswith(_PARAMETER)}
     return 0 < len(owned) == len(set(owned))
 
 
@@ -158,15 +157,14 @@ def _described(
     if not isinstance(value, Optimizer):
         yield from _plain(numbers_of(value), "")
         return
-    modules = extended.modules.made
     size = extended.communicator.size
-    slots = [] if modules is None else modules.registry.slots
+    slots = extended.modules.get().registry.slots
     names = {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
     for g, group in enumerate(value.param_groups):
         # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
         whole = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
         for i, p in enumerate(whole):
-            yield f"parameter {i} of group {g}", f"is {names.get(id(p)) or _kind_of(p)}"
+            yield f"{_PARAMETER}{i} of group {g}", f"is {names.get(id(p)) or _kind_of(p)}"
         if purpose != "restore" and (whole or not group["params"]):
             yield from _plain({**group, "params": len(whole)}, f" of group {g}")
             yield f"group {g}", f"has {_steps_of(value, whole)}"

@@ -73,7 +73,7 @@ class StateComparison:
             digested = Digested.of(thing)
             self._digested[key] = digested
             firsts.append((key, digested.digests[0]))
-            alike = alike and len(set(digested.digests)) == 1
+            alike &= len(set(digested.digests)) == 1
         high, low = divmod(zlib.crc32(repr(firsts).encode()), 1 << 16)
         self.words = np.array([low, -low, high, -high], np.int32)
         if not alike:
@@ -85,21 +85,20 @@ class StateComparison:
         self._communicator.all_reduce(greatest, reducing("max", "digest of what is mirrored"))
         return greatest
 
-    @staticmethod
-    def is_equal(greatest: np.ndarray) -> bool:
-        """Whether all ranks have sent the same words. Args: greatest: the maxima of all ranks' words, int32[4]."""
-        return bool((greatest[::2] == -greatest[1::2]).all())
+    def divergence(
+        self, greatest: np.ndarray, when: str, most: float = -1.0
+    ) -> DivergenceError | None:
+        """Return the error for the first value, in the order of keys, whose copies differ. Collective if words differ.
 
-    def divergence(self, when: str, most: float = -1.0) -> DivergenceError | None:
-        """Return the error for the first value, in the order of keys, whose copies differ.
-
-        Called by: every rank, if the ranks' words differ.
         Args:
+            greatest: the maxima of all ranks' words, int32[4].
             when: when the values were compared, for the message.
             most: of arrays of floats a larger difference is an error, as `Difference.roundings` has it.
         Returns: the error, equal on all ranks, for all ranks to raise; None if all values that every rank has are
             equal. Then the ranks only differ in values that some ranks have dropped.
         """
+        if (greatest[::2] == -greatest[1::2]).all():
+            return None
         by_rank = self._communicator.all_gather_object(
             self._digested, label="digests of what is mirrored"
         )
@@ -148,7 +147,7 @@ class StateComparison:
         for rank, differences in enumerate(by_rank):
             for i, each in enumerate(differences):
                 if each is not None:
-                    is_large = is_large or not each.roundings <= most
+                    is_large |= not each.roundings <= most
                     lines.append(f"{copies.name_of(rank, i)}: {each} on {of_reference}")
         return lines if is_large else []
 

@@ -69,7 +69,7 @@ def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
     modules, are added.
     """
     found: State = {}
-    for key, thing in _watched(modules):
+    for key, thing in _watched(modules.parts.strategy):
         if key[0] != VARIABLE:
             found[key] = thing
     exempt = may_differ()
@@ -81,27 +81,28 @@ def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
     return found
 
 
-def state_at_save(modules: StrategyModules) -> State:
+def state_at_save(strategy: AnyStrategy) -> State:
     """Return the arrays that must be equal at a save, in the order of keys."""
     found: State = {}
-    for key, thing in _watched(modules):
+    for key, thing in _watched(strategy):
         if arrays.is_array(thing.copies[0]):
             found[key] = thing
     return found
 
 
-def _watched(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
+def _watched(strategy: AnyStrategy) -> Iterator[tuple[Key, MirroredThing]]:
     """Yield the values of `mirrored_state` that are equal in each program that is right, in the order of keys.
 
     The ranks of a node may share parameters. Then there is no tensor, because another rank may still write. A state of
     a program's own optimizer is left out, because it may belong to one rank.
     """
-    shares = modules.reducer.slice_steps is not None
-    for key, thing in sorted(mirrored_state(modules.parts.strategy).items()):
+    modules = strategy.extended.modules.made
+    shares = modules is not None and modules.reducer.slice_steps is not None
+    for key, thing in sorted(mirrored_state(strategy).items()):
         left_out = shares and arrays.is_torch(thing.copies[0])
         if key[0] == OPTIMIZER and key[2] == OF_PARAMETER:
             module = type(modules.reducer.optimizers.get(key[1])).__module__
-            left_out = left_out or not module.startswith("torch.")
+            left_out |= not module.startswith("torch.")
         if not left_out:
             yield key, thing
 

@@ -20,10 +20,9 @@ from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.graph_capture import is_capturing
 from mpistrat.errors import DivergenceError
 from mpistrat.machine.notices import tell
-from mpistrat.pytorch.watch.divergence_report import StateComparison
 from mpistrat.pytorch.watch.facts import Facts
 from mpistrat.pytorch.watch.keys import PARAMETER
-from mpistrat.pytorch.watch.mirrored_state import State, state_after_step, state_at_save
+from mpistrat.pytorch.watch.mirrored_state import State, state_after_step
 from mpistrat.pytorch.watch.samples import Samples
 from mpistrat.pytorch.watch.unproved import SampledStep, Unproved
 from mpistrat.replicas.torch_modules import NO_WORDS
@@ -31,8 +30,6 @@ from mpistrat.replicas.torch_modules import NO_WORDS
 if TYPE_CHECKING:
     from mpistrat.communicators.router import Router
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
-
-_ROUNDINGS = 64  # of a tensor in a step, as `Difference.roundings` has them
 
 
 class Watch:
@@ -55,15 +52,13 @@ class Watch:
         self._reducer = modules.reducer
         self._communicator = cast("Router", modules.parts.group.communicator)
         action = settings.on_drift()
-        self._is_off = action == "off"
-        self._is_over = self._is_off
+        self._is_over = action == "off"
         self._unproved = Unproved(action)
         self._unproved.present = weakref.WeakMethod(self._present)
         self._unproved.compare_at_end_of(self._communicator.mpi.comm)
         self.facts = Facts(modules.reducer)
         self._offered = 0  # so many of the first sampled steps are in `ModuleParts.watched`
         self._sampled_at = 0  # the step of the last samples
-        self._has_told_of_rounding = False
         self._gradients: Samples | None = None  # taken before a step
 
     def before_step(self) -> None:
@@ -153,29 +148,10 @@ class Watch:
             del self._unproved.steps[: self._offered]
             self._unproved.equal_after = step
 
-    def at_save(self) -> DivergenceError | None:
-        """Compare all bits of arrays. `Checkpoint.check_alike` compares numbers. Collective.
-
-        Rank 0 tells once of differences that are no larger than rounding, as between two kinds of processors.
-        Called by: `CheckpointManager.save`, on every rank.
-        Returns: the error for larger differences, equal on all ranks; None if there are none.
-        """
-        if self._is_off:
-            return None
-        with self._communicator.raising_together():
-            comparison = StateComparison(self._communicator, state_at_save(self._modules))
-        if comparison.is_equal(comparison.exchange()):
-            return None
-        steps = self._reducer.steps
-        when = f"at a save after {steps} optimizer steps"
-        error = comparison.divergence(when, _ROUNDINGS * max(1, steps) ** 0.5)
-        if error is not None and not self._is_over:
+    def find_cause(self) -> None:
+        """Tell of the cause of a drift, as far as the samples show it. Collective. Called by: a save of such ranks."""
+        if not self._is_over:
             self._find(len(self._unproved.steps), raises=False)  # the checkpoint is to be written
-        if error is None and comparison.names and not self._has_told_of_rounding:
-            self._has_told_of_rounding = True
-            if self._communicator.rank == 0:
-                tell(f"{comparison.names[0]} differs in the last bits between ranks, {when}")
-        return error
 
     def _find(self, count: int, raises: bool = True) -> None:
         gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
