@@ -22,10 +22,10 @@ from mpistrat.checkpoint.shards import Assembly
 from mpistrat.checkpoint.snapshots import Snapshots
 from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
-from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.liveness.bounded_waits import soon
 from mpistrat.machine.notices import tell, warn_on_first_rank
+from mpistrat.pytorch.watch.saves import divergence_at_save
 
 SECONDS_TO_BE_SEEN = 5.0
 _LONGEST_PAUSE = 0.05
@@ -169,8 +169,7 @@ class CheckpointManager:
             self.wait()
             self.claim()
             self.checkpoint.check_alike("save")
-            watch = self.checkpoint.strategy.extended.modules.parts.watch
-            drift = None if watch is None else watch.at_save()
+            drift = divergence_at_save(self.checkpoint.strategy)
             # Some objects compute their states by a collective.
             with self._communicator.raising_together(), self._role.unchanging():
                 state = self.checkpoint.state_dict()
@@ -192,7 +191,6 @@ class CheckpointManager:
                 drift.args = (
                     f"{drift}\nThe checkpoint {checkpoint.path} has rank 0's values, and is marked as differing",
                 )
-                mark_raised_by_all(drift)
                 raise drift
             return checkpoint.path
 

@@ -265,7 +265,8 @@ class Mirroring(StrategyModules):
             slot.settle([buffer])
 
     def _agree(self, described: list[str]) -> None:
-        of_ranks = of_all(self._communicator, described, "mirrored parameters")
+        lines = dict(enumerate(described))
+        of_ranks = of_all(self._communicator, lines, "mirrored parameters")
         if of_ranks:
             number, difference = first_difference(of_ranks)
             raise CollectiveMismatchError(

@@ -22,7 +22,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
-from mpistrat.pytorch.modules.preparing import check_alike, compared
+from mpistrat.pytorch.modules.preparing import check_alike
 from mpistrat.pytorch.modules.strategy_modules import all_modules, strategy_of
 from mpistrat.torch_distributed.next_group import has_default_group
 
@@ -155,12 +155,8 @@ def _before_other_step(value: torch.amp.GradScaler | LRScheduler) -> None:
     # A scheduler may belong to one rank alone: it prints rates, or it decides by a metric and broadcasts the rate.
     is_shared = not isinstance(value, LRScheduler) or value.optimizer in _checked
     # A plateau's metric may be each rank's own; ranks may then broadcast the rate.
-    if here is None or not is_shared or isinstance(value, ReduceLROnPlateau):
-        return
-    _compare(value, *here)
-    watch = here[0].strategy.extended.modules.parts.watch
-    if watch is not None and isinstance(value, LRScheduler):
-        watch.schedulers.add(value)
+    if here is not None and is_shared and not isinstance(value, ReduceLROnPlateau):
+        _compare(value, *here)
 
 
 def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -> None:
@@ -170,8 +166,10 @@ def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -
     different steps. Optimizers that step slices of shared parameters (`hooks.twin_of`) differ, so they are left out.
     Raises: ValueError on all ranks if `value` differs.
     """
-    if reducer.has_reduced and value not in compared and not hooks.is_twin(value):
-        check_alike(context.strategy.extended, {"in a step": value})
+    extended = context.strategy.extended
+    is_known = value in extended.modules.made.compared
+    if reducer.has_reduced and not is_known and not hooks.is_twin(value):
+        check_alike(extended, {"in a step": value})
 
 
 def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
@@ -219,7 +217,7 @@ def _check_parameters(
         return
     _check_mirrored(optimizer, reducer)
     if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
-        compared.discard(optimizer)
+        context.strategy.extended.modules.made.compared.pop(optimizer, None)
     # The rank's other replicas do not get here, because they find the entry in `_checked`.
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():

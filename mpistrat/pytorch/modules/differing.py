@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
-from torch.nn import Module
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 _declared: weakref.WeakSet[Module] = weakref.WeakSet()
 

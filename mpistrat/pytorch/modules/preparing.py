@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.nn import Module
@@ -26,9 +24,8 @@ if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
 Purpose = Literal["use", "save", "restore"]
-# Optimizers, schedulers and scalers that have been compared and are alike on all ranks. A step does not compare them
-# again.
-compared: weakref.WeakSet[Any] = weakref.WeakSet()
+_PARAMETER = "parameter "
+Lines: TypeAlias = dict[Any, str]  # texts that must be equal on all ranks, by a key
 _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
@@ -90,109 +87,102 @@ def check_alike(
     Raises: ValueError on all ranks, if an object differs between ranks.
     """
     kinds = Optimizer if purpose == "restore" else (Optimizer, LRScheduler, torch.amp.GradScaler)
-    found = {f"{type(v).__name__} ({n})": v for n, v in objects.items() if isinstance(v, kinds)}
+    found = {name: value for name, value in objects.items() if isinstance(value, kinds)}
     communicator = extended.communicator
     if not found or communicator.size == 1:
         return
+    modules = extended.modules.get()
+    lines: Lines = {}
     with communicator.raising_together():
-        lines = [s for n, v in found.items() for s in _described(n, v, extended, purpose)]
-    label = "optimizers, schedulers and gradient scalers"
-    of_ranks = _by_subject(of_all(communicator, lines, label))
-    # Torch gives the options of a loaded state another order.
-    if of_ranks[1:] == of_ranks[:-1] or (purpose == "use" and _are_dealt_out(of_ranks)):
-        compared.update(found.values())
-        return
-    _, difference = first_difference(of_ranks)
-    error = ValueError(
-        f"{difference}. Optimizers, schedulers and gradient scalers must be alike on "
-        "all ranks: give each rank the same parameters in the same order (a set of names has another order in each "
-        "process: sort it), the same options, loaded states and metrics"
-    )
-    mark_raised_by_all(error)
-    raise error
+        for name, value in found.items():
+            for subject, state in _described(value, extended, purpose):
+                lines[name, subject] = f"{subject} of {type(value).__name__} ({name}) {state}"
+    of_ranks = of_all(communicator, lines, "optimizers, schedulers and gradient scalers")
+    if of_ranks and not (purpose == "use" and _are_dealt_out(of_ranks)):
+        _, difference = first_difference(of_ranks)
+        error = ValueError(
+            f"{difference}. Optimizers, schedulers and gradient scalers must be alike on "
+            "all ranks: give each rank the same parameters in the same order (a set of names has another order in each "
+            "process: sort it), the same options, loaded states and metrics"
+        )
+        mark_raised_by_all(error)
+        raise error
+    for value in found.values():
+        modules.compared.setdefault(value, next(modules.numbers))
 
 
-def of_all(communicator: Communicator, lines: list[str], label: str) -> list[list[str]]:
+def of_all(communicator: Communicator, lines: Lines, label: str) -> list[Lines]:
     """Compare `lines` over the ranks by their SHA-256, and gather them only if they differ. Collective.
 
     Args: label: the call's name in reports.
-    Returns: each rank's lines, by rank; an empty list if all ranks have equal lines.
+    Returns: each rank's lines, by rank; an empty list if all ranks have equal lines, in any order.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digest = hashlib.sha256(repr(sorted(lines.items())).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest, label=label))) == 1:
         return []
     return communicator.all_gather_object(lines, label=label)
 
 
-def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
-    """Return the number of the first line that differs from rank 0's, and a text for a message.
+def first_difference(of_ranks: list[Lines]) -> tuple[Any, str]:
+    """Return the key of the first line that differs from rank 0's, and a text for a message.
 
     Args: of_ranks: each rank's lines; a missing line counts as "nothing".
-    Returns: the line's number, from 0; and rank 0's line with the line of the lowest rank that differs.
+    Returns: the key; and rank 0's line with the line of the lowest rank that differs.
     Raises: ValueError if all ranks have the same lines.
     """
-    for number, lines in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
-        for rank, line in enumerate(lines):
-            if line != lines[0]:
-                return number, f"{lines[0]} on rank 0, and {line} on rank {rank}"
+    for key in itertools.chain.from_iterable(of_ranks):
+        first = of_ranks[0].get(key, "nothing")
+        for rank, lines in enumerate(of_ranks):
+            line = lines.get(key, "nothing")
+            if line != first:
+                return key, f"{first} on rank 0, and {line} on rank {rank}"
     raise ValueError("all ranks have the same lines")
 
 
-def _by_subject(of_ranks: list[list[str]]) -> list[list[str]]:
-    """Return each rank's lines of `_described` so that lines with one number tell of one thing.
-
-    "nothing" stands for a line that a rank does not have.
-    """
-    # "lr of group 0 of SGD (argument 2) is 0.1" tells of "lr of group 0 (argument 2)": classes may differ.
-    subject = re.compile(r" of \w+(?= \()|( is | has ).*")
-    by_subject = [{subject.sub("", s): s for s in lines} for lines in of_ranks]
-    subjects = dict.fromkeys(itertools.chain.from_iterable(by_subject))
-    return [[lines.get(subject, "nothing") for subject in subjects] for lines in by_subject]
-
-
-def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
+def _are_dealt_out(of_ranks: list[Lines]) -> bool:
     """Whether each parameter in optimizers is in the optimizers of only one rank, as with `ZeroRedundancyOptimizer`.
 
-    False if there are no parameters. Args: of_ranks: each rank's lines of `_described`.
+    False if there are no parameters. Args: of_ranks: each rank's lines.
     """
-    owned = [{s.split(" is ")[1] for s in rank if s.startswith("parameter ")} for rank in of_ranks]
-    return 0 < len(set().union(*owned)) == sum(map(len, owned))
+    owned: list[str] = []
+    for lines in of_ranks:
+        owned += {line.split(" is ")[1] for line in lines.values() if line.startswith(_PARAMETER)}
+    return 0 < len(owned) == len(set(owned))
 
 
 def _described(
-    name: str, value: Any, extended: StrategyExtended, purpose: Purpose
-) -> Iterator[str]:
-    """Yield lines about `value` that must be equal on all ranks."""
+    value: Any, extended: StrategyExtended, purpose: Purpose
+) -> Iterator[tuple[str, str]]:
+    """Yield pairs of a subject and its state, such as "lr of group 0" and "is 0.1", that must be equal on all ranks."""
     if not isinstance(value, Optimizer):
-        yield from _plain(name, numbers_of(value))
+        yield from _plain(numbers_of(value), "")
         return
-    modules = extended.modules.made
     size = extended.communicator.size
-    slots = [] if modules is None else modules.registry.slots
+    slots = extended.modules.get().registry.slots
     names = {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
     for g, group in enumerate(value.param_groups):
         # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
         whole = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
         for i, p in enumerate(whole):
-            yield f"parameter {i} of group {g} of {name} is {names.get(id(p)) or _kind_of(p)}"
+            yield f"{_PARAMETER}{i} of group {g}", f"is {names.get(id(p)) or _kind_of(p)}"
         if purpose != "restore" and (whole or not group["params"]):
-            yield from _plain(f"group {g} of {name}", {**group, "params": len(whole)})
-            yield f"group {g} of {name} has {_steps_of(value, whole)}"
+            yield from _plain({**group, "params": len(whole)}, f" of group {g}")
+            yield f"group {g}", f"has {_steps_of(value, whole)}"
 
 
 def _kind_of(parameter: torch.Tensor) -> str:
     return "lazy" if is_lazy(parameter) else f"{parameter.dtype}{list(parameter.shape)}"
 
 
-def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each string and number in `state`.
+def _plain(state: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
+    for key, value in with_six_digits(state).items():
+        yield f"{key}{of}", f"is {value}"
 
-    Numbers have six digits, because the last bits of a cosine depend on the processor.
-    """
-    for key, value in state.items():
-        text = json.dumps(value, default=numbers_of, skipkeys=True)
-        short = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
-        yield f"{key} of {owner} is {short}"
+
+def with_six_digits(value: Any) -> Any:
+    """Return `value` as JSON holds it. Floats have six digits, because last bits depend on the processor."""
+    text = json.dumps(value, default=numbers_of, skipkeys=True)
+    return json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
 
 def numbers_of(value: Any) -> Any:

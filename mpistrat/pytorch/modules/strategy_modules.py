@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ class StrategyModules(abc.ABC):
         parts: the parts of the strategy that modules use.
         registry: the parameters and buffers of the modules.
         reducer: reduces gradients over the replicas.
+        compared: the optimizers, schedulers and gradient scalers that have been compared and are alike on all ranks,
+            each with a number that is equal on all ranks. A step does not compare them again.
+        numbers: gives the numbers.
     """
 
     watch_steps = staticmethod(hooks.watch_steps)
@@ -36,6 +40,8 @@ class StrategyModules(abc.ABC):
         self.parts = parts
         self.registry = registry
         self.reducer = reducer
+        self.compared = weakref.WeakKeyDictionary[Any, int]()
+        self.numbers = itertools.count()
         all_modules.add(self)
 
     @abc.abstractmethod

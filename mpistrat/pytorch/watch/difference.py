@@ -9,6 +9,8 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
 
 class Difference(NamedTuple):
     """How an array differs from a reference array. `str()` gives a text for messages."""
@@ -18,6 +20,7 @@ class Difference(NamedTuple):
     place: tuple[int, ...]  # index of the largest difference; a NaN differs more than any number
     value: float
     reference: float
+    roundings: float  # the norm of the difference, by eps and the reference's norm; inf for other arrays than floats
 
     def __str__(self) -> str:
         at = f" at {list(self.place)}" if self.place else ""
@@ -38,16 +41,23 @@ def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Differe
     different = np.flatnonzero(found != reference)
     if not len(different):
         return None
-    values, references = (_values(flat, like)[different] for flat in (found, reference))
+    all_references = _values(reference, like)
+    references = all_references[different]
+    values = _values(found, like)[different]
     with np.errstate(all="ignore"):
         sizes = np.abs(values - references)
-    most = int(np.argmax(np.where(np.isnan(sizes), np.inf, sizes)))
+        most = int(np.argmax(sizes))  # of a NaN, if there is one
+        sizes[np.isnan(values) & np.isnan(references)] = 0.0
+        distance = np.linalg.norm(sizes)
+        norm = np.linalg.norm(all_references[np.isfinite(all_references)])
+        eps = _EPS.get(arrays.dtype_name(like), 0.0)
+        roundings = float(distance and distance / (eps * norm))
     is_complex = arrays.dtype_name(like).startswith("complex")
     shape = (*like.shape, 2) if is_complex else tuple(like.shape)
     index = tuple(map(int, np.unravel_index(int(different[most]), shape)))
-    return Difference(
-        len(different), found.size, index, float(values[most]), float(references[most])
-    )
+    value = float(values[most])
+    instead = float(references[most])
+    return Difference(len(different), found.size, index, value, instead, roundings)
 
 
 def _values(flat: np.ndarray, like: Array) -> np.ndarray:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mpistrat import arrays
-from mpistrat.communicators import Communicator
-from mpistrat.context import AnyStrategy
+from mpistrat.communicators import Communicator, reducing
+from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.errors import DivergenceError
 from mpistrat.pytorch.watch.difference import difference
 from mpistrat.pytorch.watch.digests import bits, describe, digest
 from mpistrat.pytorch.watch.keys import Key
-from mpistrat.pytorch.watch.mirrored_state import MirroredThing, mirrored_state
+from mpistrat.pytorch.watch.mirrored_state import MirroredThing, State
 
-_ROUNDING = 64
+_NODES = "names of the nodes"
+_COPY = "one copy of what differs"
 _MOST_TOLD = 8  # copies or names in a message
 _MOST_CHARACTERS = 80  # of a value in a message
 
@@ -31,12 +33,10 @@ class Digested(NamedTuple):
     """Digests of one mirrored value on this rank, taken when it was compared.
 
     Attributes:
-        name: name of the value.
         descriptions: dtype and shape of each of this rank's copies, as a text; the `repr` of a copy that is no array.
         digests: digest of each copy, 8 bytes.
     """
 
-    name: str
     descriptions: tuple[str, ...]
     digests: tuple[bytes, ...]
 
@@ -45,76 +45,111 @@ class Digested(NamedTuple):
         descriptions = (
             describe(copy) if arrays.is_array(copy) else repr(copy) for copy in thing.copies
         )
-        return cls(thing.name, tuple(descriptions), tuple(map(digest, thing.copies)))
+        return cls(tuple(descriptions), tuple(map(digest, thing.copies)))
 
 
-def find_divergence(
-    strategy: AnyStrategy, digested: dict[Key, Digested], when: str
-) -> DivergenceError | None:
-    """Return the error for the first mirrored value, in the order of keys, whose copies differ between replicas.
+class StateComparison:
+    """One comparison of all ranks' copies of mirrored values, bit for bit.
 
-    Called by: every rank, when the ranks' digests of the whole state differ.
     Args:
-        digested: this rank's digests, by key.
-        when: when the values were compared, for the message.
-    Returns: the error, equal on all ranks, for the caller to raise; None if all values that every rank has are equal,
-        and the ranks only differ in values that some ranks have dropped.
+        communicator: the ranks.
+        state: this rank's values, by key. Their digests are taken at once.
+
+    Attributes:
+        words: a checksum of all values, int32[4]: two words, each followed by its negative. A MAX over the ranks gives
+            the largest word, and minus the smallest word. So the two differ only in sign if all ranks have the same
+            checksum. All four words are the largest int32 if this rank's own replicas differ.
+        names: the names of the values that differ, once `divergence` has found them.
     """
-    communicator = strategy.extended.communicator
-    by_rank = communicator.all_gather_object(digested, label="digests of what is mirrored")
-    common = set.intersection(*map(set, by_rank))
-    differing = {
-        key: copies
-        for key in sorted(common)
-        if not (copies := Copies([things[key] for things in by_rank])).are_equal
-    }
-    if not differing:
+
+    def __init__(self, communicator: Communicator, state: State) -> None:
+        self._communicator = communicator
+        self._state = state
+        self._digested: dict[Key, Digested] = {}
+        self.names: list[str] = []
+        firsts = []
+        alike = True
+        for key, thing in state.items():
+            digested = Digested.of(thing)
+            self._digested[key] = digested
+            firsts.append((key, digested.digests[0]))
+            alike &= len(set(digested.digests)) == 1
+        high, low = divmod(zlib.crc32(repr(firsts).encode()), 1 << 16)
+        self.words = np.array([low, -low, high, -high], np.int32)
+        if not alike:
+            self.words[:] = np.iinfo(np.int32).max
+
+    def exchange(self) -> np.ndarray:
+        """Return the maxima of all ranks' words, int32[4]. Collective."""
+        greatest = self.words.copy()
+        self._communicator.all_reduce(greatest, reducing("max", "digest of what is mirrored"))
+        return greatest
+
+    def divergence(
+        self, greatest: np.ndarray, when: str, most: float = -1.0
+    ) -> DivergenceError | None:
+        """Return the error for the first value, in the order of keys, whose copies differ. Collective if words differ.
+
+        Args:
+            greatest: the maxima of all ranks' words, int32[4].
+            when: when the values were compared, for the message.
+            most: of arrays of floats a larger difference is an error, as `Difference.roundings` has it.
+        Returns: the error, equal on all ranks, for all ranks to raise; None if all values that every rank has are
+            equal. Then the ranks only differ in values that some ranks have dropped.
+        """
+        if (greatest[::2] == -greatest[1::2]).all():
+            return None
+        by_rank = self._communicator.all_gather_object(
+            self._digested, label="digests of what is mirrored"
+        )
+        common = sorted(set.intersection(*map(set, by_rank)))
+        differing = {}
+        for key in common:
+            copies = Copies([things[key] for things in by_rank])
+            if not copies.are_equal:
+                differing[key] = copies
+                self.names.append(self._state[key].name)
+        for name, (key, copies) in zip(self.names, differing.items(), strict=True):
+            lines = copies.descriptions() or self._differences(key, copies, most)
+            if not lines:
+                continue
+            if len(lines) > _MOST_TOLD:
+                lines[_MOST_TOLD:] = [f"and {len(lines) - _MOST_TOLD} more"]
+            nodes = self._communicator.all_gather_object(os.uname().nodename, label=_NODES)
+            text = "\n  ".join([f"{name} is not the same any more on all ranks ({when}):", *lines])
+            error = DivergenceError(
+                f"{text}\n{copies.verdict(nodes)}\n{len(self.names)} of {len(common)} tensors and numbers differ: "
+                f"{_some(self.names)}.\n{_WHAT_TO_DO}",
+                name,
+                copies.suspects,
+            )
+            mark_raised_by_all(error)
+            return error
         return None
-    key, copies = next(iter(differing.items()))
-    names = [digested[differing_key].name for differing_key in differing]
-    lines = copies.descriptions() or _differences(strategy, key, copies)
-    if len(lines) > _MOST_TOLD:
-        lines[_MOST_TOLD:] = [f"and {len(lines) - _MOST_TOLD} more"]
-    nodes = communicator.all_gather_object(os.uname().nodename, label="names of the nodes")
-    text = "\n  ".join([f"{names[0]} is not the same any more on all ranks ({when}):", *lines])
-    return DivergenceError(
-        f"{text}\n{copies.verdict(nodes)}\n{len(differing)} of {len(common)} tensors and numbers differ: "
-        f"{_some(names)}.\n{_WHAT_TO_DO}",
-        names[0],
-        copies.suspects,
-    )
 
+    def _differences(self, key: Key, copies: Copies, most: float) -> list[str]:
+        """Return a line for each copy of any rank that differs from `copies.reference`: how many elements, and where.
 
-def is_larger_than_rounding(
-    communicator: Communicator,
-    things: Mapping[Key, MirroredThing],
-    digested: Mapping[Key, Digested],
-    steps: int,
-) -> bool:
-    """Whether values differ more between the ranks than by the rounding of so many optimizer steps. Collective.
-
-    That is 64 · eps · √steps of a tensor's norm. Other values than floats have no rounding.
-    """
-    import torch
-
-    by_rank = communicator.all_gather_object(dict(digested), label="digests of what is mirrored")
-    for key in sorted(set(by_rank[0]).intersection(*by_rank)):
-        if len({of_rank[key].digests for of_rank in by_rank}) == 1:
-            continue
-        copy = things[key].copies[0]
-        found = True
-        if isinstance(copy, torch.Tensor) and copy.is_floating_point():
-            values = copy.detach().double().cpu().contiguous()
-            reference = values.clone()
-            communicator.broadcast(reference, label="one copy of what differs")
-            eps = torch.finfo(copy.dtype).eps
-            limit = _ROUNDING * eps * max(1, steps) ** 0.5 * float(reference.norm())
-            are_alike = (values == reference) | (values.isnan() & reference.isnan())
-            distance = float((values - reference).masked_fill(are_alike, 0.0).norm())
-            found = not distance <= limit
-        if True in communicator.all_gather_object(found, label="whether a difference is large"):
-            return True
-    return False
+        The reference copy is broadcast to all ranks. Called by: every rank.
+        Returns: [] if no difference is larger than `most` roundings.
+        """
+        things = self._state[key].copies
+        flats = [arrays.to_host(bits(thing)) for thing in things]
+        root, copy = copies.reference
+        is_root = self._communicator.rank == root
+        reference = flats[copy].copy() if is_root else np.empty_like(flats[0])
+        self._communicator.broadcast(reference.view(np.uint8), root, label=_COPY)
+        found = [difference(flat, reference, things[0]) for flat in flats]
+        by_rank = self._communicator.all_gather_object(found, label="differences from it")
+        of_reference = f"{copies.name_of(root, copy)} ({copies.by_rank[root].descriptions[copy]})"
+        lines = []
+        is_large = False
+        for rank, differences in enumerate(by_rank):
+            for i, each in enumerate(differences):
+                if each is not None:
+                    is_large |= not each.roundings <= most
+                    lines.append(f"{copies.name_of(rank, i)}: {each} on {of_reference}")
+        return lines if is_large else []
 
 
 def _some(names: list[str]) -> str:
@@ -125,13 +160,14 @@ class Copies:
     """All ranks' copies of one mirrored value, grouped by their digests. Copies with the same bits are in one group.
 
     Attributes:
+        by_rank: the digests of each rank, by rank.
         are_equal: whether all copies are in one group.
         reference: (rank, index of the copy on that rank) of the first copy in the largest group.
         suspects: ranks with a copy outside of the largest group; empty if another group is as large.
     """
 
     def __init__(self, by_rank: list[Digested]) -> None:
-        self._by_rank = by_rank
+        self.by_rank = by_rank
         groups: dict[bytes, list[tuple[int, int]]] = {}
         for rank, thing in enumerate(by_rank):
             for copy, found in enumerate(thing.digests):
@@ -154,9 +190,9 @@ class Copies:
         return f"Most copies are equal, so what is wrong is probably {_some(suspects)}."
 
     def name_of(self, rank: int, copy: int) -> str:
-        if len(self._by_rank[rank].digests) == 1:
+        if len(self.by_rank[rank].digests) == 1:
             return f"rank {rank}"
-        replica = sum(len(thing.digests) for thing in self._by_rank[:rank]) + copy
+        replica = sum(len(thing.digests) for thing in self.by_rank[:rank]) + copy
         return f"replica {replica} (rank {rank})"
 
     def descriptions(self) -> list[str]:
@@ -164,35 +200,13 @@ class Copies:
 
         Returns: an empty list if all descriptions are equal. Then `_differences` compares the elements.
         """
-        different = set().union(*(thing.descriptions for thing in self._by_rank))
+        different = set().union(*(thing.descriptions for thing in self.by_rank))
         if len(different) == 1:
             return []
         shared = os.path.commonprefix(list(different))  # noqa: RUF071 - a prefix by characters is meant
         begin = max(0, len(shared) - _MOST_CHARACTERS // 2)
         return [
             f"{self.name_of(rank, copy)}: {'…' * (begin > 0)}{described[begin:][:_MOST_CHARACTERS]}"
-            for rank, thing in enumerate(self._by_rank)
+            for rank, thing in enumerate(self.by_rank)
             for copy, described in enumerate(thing.descriptions)
         ]
-
-
-def _differences(strategy: AnyStrategy, key: Key, copies: Copies) -> list[str]:
-    """Return a line for each copy of any rank that differs from `copies.reference`: how many elements, and where most.
-
-    The reference copy is broadcast to all ranks. Called by: every rank.
-    """
-    communicator = strategy.extended.communicator
-    things = mirrored_state(strategy)[key].copies
-    flats = [arrays.to_host(bits(thing)) for thing in things]
-    root, copy = copies.reference
-    reference = flats[copy].copy() if communicator.rank == root else np.empty_like(flats[0])
-    communicator.broadcast(reference.view(np.uint8), root, label="one copy of what differs")
-    found = [difference(flat, reference, like) for flat, like in zip(flats, things, strict=True)]
-    by_rank = communicator.all_gather_object(found, label="differences from it")
-    kind = copies._by_rank[root].descriptions[copy]
-    return [
-        f"{copies.name_of(rank, i)}: {each} on {copies.name_of(root, copy)} ({kind})"
-        for rank, differences in enumerate(by_rank)
-        for i, each in enumerate(differences)
-        if each is not None
-    ]

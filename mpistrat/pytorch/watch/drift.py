@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.pytorch.watch.keys import OF_PARAMETER, OPTIMIZER, PARAMETER, SCHEDULER, TRAINING, Key
+from mpistrat.pytorch.watch.keys import (
+    OF_PARAMETER,
+    OPTIMIZER,
+    PARAMETER,
+    SCALER,
+    SCHEDULER,
+    TRAINING,
+    Key,
+)
 
 _MOST_TOLD = 4  # groups of ranks in a notice
 
@@ -19,6 +27,7 @@ WRITTEN = "{} was written outside optimizer.step()"
 _CAUSES = {
     OPTIMIZER: "each rank sets it by its own loss or its own random numbers",
     SCHEDULER: "each rank steps the scheduler by its own loss, or not equally often",
+    SCALER: "some ranks have loaded its state, or have not called update() equally often",
     TRAINING: "train() or eval() was called on some ranks only",
 }
 _CHANGED = "some .grad was written after backward() had reduced it"

@@ -1,18 +1,22 @@
-"""Collects all values that a strategy keeps equal on its replicas: parameters, buffers, optimizer states, variables."""
+"""The table of all values that are compared, because a strategy or the program keeps them equal on all replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mpistrat import arrays
 from mpistrat.context import AnyStrategy
+from mpistrat.pytorch.modules.differing import may_differ
 from mpistrat.pytorch.watch.keys import (
     BUFFER,
     OF_GROUP,
     OF_PARAMETER,
     OPTIMIZER,
     PARAMETER,
+    SCALER,
+    SCHEDULER,
+    TRAINING,
     VARIABLE,
     Key,
 )
@@ -32,26 +36,75 @@ class MirroredThing(NamedTuple):
     copies: list[Any]
 
 
-def mirrored_state(strategy: AnyStrategy) -> dict[Key, MirroredThing]:
+State: TypeAlias = dict[Key, MirroredThing]
+
+
+def mirrored_state(strategy: AnyStrategy) -> State:
     """Return the values that the strategy keeps equal on its replicas, by key.
 
-    Sorted keys give parameters, buffers, optimizers (hyperparameters of parameter groups, then states), variables. A
-    module's buffers are left out if a replica has written one of them since the last reduction of gradients, because
-    buffers may differ until the next reduction. Parameters and buffers that this rank has dropped are missing, though
-    another rank may still have them. Values that may differ are missing, too (`mpistrat.may_differ`, and buffers
-    with the rule "local").
+    Sorted keys give parameters, buffers, optimizers (hyperparameters of parameter groups, then states), variables,
+    schedulers and gradient scalers. A module's buffers are left out if a replica has written one of them since the last
+    reduction of gradients, because buffers may differ until the next reduction. Parameters and buffers that this rank
+    has dropped are missing, though another rank may still have them. Values that may differ are missing, too
+    (`mpistrat.may_differ`, and buffers with the rule "local").
     """
-    found: dict[Key, MirroredThing] = {}
+    found: State = {}
     modules = strategy.extended.modules.made
     if modules is not None:
         for index, slot, parameter in _slots(modules):
             found[PARAMETER, index] = MirroredThing(slot.name, [parameter])
         found.update(_buffers(modules))
         found.update(_optimizers(modules))
+        found.update(_schedulers_and_scalers(modules))
     for number, variable in sorted(strategy.extended.variables.mirrored.items()):
         copies = [component.read_value() for component in variable.values]
         found[VARIABLE, number] = MirroredThing(f"variable {variable.name!r}", copies)
     return found
+
+
+def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
+    """Return the values that must be equal after a step, in the order of keys.
+
+    Variables are left out, because the program may be about to write them. Training flags of `roots`, the outermost
+    modules, are added.
+    """
+    found: State = {}
+    for key, thing in _watched(modules.parts.strategy):
+        if key[0] != VARIABLE:
+            found[key] = thing
+    exempt = may_differ()
+    for number, root in enumerate(roots):
+        for path, module in root.named_modules(prefix=type(root).__name__):
+            if id(module) not in exempt:
+                thing = MirroredThing(f"{path}.training", [module.training])
+                found[TRAINING, number, path] = thing
+    return found
+
+
+def state_at_save(strategy: AnyStrategy) -> State:
+    """Return the arrays that must be equal at a save, in the order of keys."""
+    found: State = {}
+    for key, thing in _watched(strategy):
+        if arrays.is_array(thing.copies[0]):
+            found[key] = thing
+    return found
+
+
+def _watched(strategy: AnyStrategy) -> Iterator[tuple[Key, MirroredThing]]:
+    """Yield the values of `mirrored_state` that are equal in each program that is right, in the order of keys.
+
+    The ranks of a node may share parameters. Then there is no tensor, because another rank may still write. A state of
+    a program's own optimizer is left out, because it may belong to one rank.
+    """
+    modules = strategy.extended.modules.made
+    shares = modules is not None and modules.reducer.slice_steps is not None
+    for key, thing in sorted(mirrored_state(strategy).items()):
+        left_out = shares and arrays.is_torch(thing.copies[0])
+        if key[0] == OPTIMIZER and key[2] == OF_PARAMETER:
+            module = type(modules.reducer.optimizers.get(key[1])).__module__
+            left_out |= not module.startswith("torch.")
+        if not left_out:
+            yield key, thing
 
 
 def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]:
@@ -59,18 +112,14 @@ def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]
 
     The slot is the strategy's entry for the parameter, with its name.
     """
-    from mpistrat.pytorch.modules.differing import may_differ
-
-    registry = modules.registry
     exempt = may_differ()
-    parameters = registry.parameters()
-    for index, (slot, parameter) in enumerate(zip(registry.slots, parameters, strict=True)):
+    for index, slot in enumerate(modules.registry.slots):
+        parameter = slot.reference()
         if parameter is not None and id(parameter) not in exempt:
             yield index, slot, parameter
 
 
 def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
-    from mpistrat.pytorch.modules.differing import may_differ
     from mpistrat.pytorch.virtual_replicas import copies_of_buffers
 
     exempt = may_differ()
@@ -92,7 +141,7 @@ def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]
         name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
         for place, owner, state in _states_of(optimizer, slots):
             for key, value in state.items():
-                if is_comparable(value):
+                if key != "params" and is_comparable(value):
                     thing = MirroredThing(f"{name}: {key} of {owner}", [value])
                     yield (OPTIMIZER, number, *place, str(key)), thing
 
@@ -106,18 +155,42 @@ def _states_of(
         slots: (number, name) of each mirrored parameter, by `id`. States of other parameters are skipped.
     """
     for g, group in enumerate(optimizer.param_groups):
-        members = []
-        for parameter in group["params"]:
-            if id(parameter) in slots:
-                members.append(slots[id(parameter)][0])
+        members = [slots[id(p)][0] for p in group["params"] if id(p) in slots]
         # Ranks may train other parameters each, and send each other the values. Then the groups differ.
         if members or not group["params"]:
-            options = {key: value for key, value in group.items() if key != "params"}
-            yield (OF_GROUP, g, tuple(members)), f"group {g}", options
+            yield (OF_GROUP, g, tuple(members)), f"group {g}", group
     for parameter, state in list(optimizer.state.items()):
         if id(parameter) in slots and isinstance(state, dict):
             index, name = slots[id(parameter)]
             yield (OF_PARAMETER, index), name, state
+
+
+def _schedulers_and_scalers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
+    """Yield the states of gradient scalers, and of schedulers that have stepped.
+
+    A scheduler may belong to one rank alone, and a plateau may step by a rank's own metric, if ranks then send each
+    other the rate.
+    """
+    from torch.amp import GradScaler
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+    from mpistrat.pytorch.modules.preparing import numbers_of, with_six_digits
+
+    for value, number in list(modules.compared.items()):
+        kind = SCHEDULER
+        state: Mapping[str, Any] = {}
+        if isinstance(value, GradScaler):
+            kind = SCALER
+            state = vars(value)  # with tensors, because numbers would wait for a device
+        elif isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau):
+            # Some of torch's schedulers do not count.
+            has_stepped = getattr(value, "_step_count", 2) > 1
+            state = with_six_digits(numbers_of(value)) if has_stepped else {}
+        for key, entry in state.items():
+            # `_init_scale` and such are of no use once the scaler has stepped.
+            if is_comparable(entry) and not key.startswith("_init"):
+                thing = MirroredThing(f"{key.strip('_')} of {type(value).__name__}", [entry])
+                yield (kind, number, key), thing
 
 
 def is_comparable(value: object) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-import zlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast
 
@@ -21,14 +20,9 @@ from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.graph_capture import is_capturing
 from mpistrat.errors import DivergenceError
 from mpistrat.machine.notices import tell
-from mpistrat.pytorch.watch.compared import Schedulers, Things, tensors_and_options, training_flags
-from mpistrat.pytorch.watch.divergence_report import (
-    Digested,
-    find_divergence,
-    is_larger_than_rounding,
-)
 from mpistrat.pytorch.watch.facts import Facts
-from mpistrat.pytorch.watch.keys import PARAMETER, Key
+from mpistrat.pytorch.watch.keys import PARAMETER
+from mpistrat.pytorch.watch.mirrored_state import State, state_after_step
 from mpistrat.pytorch.watch.samples import Samples
 from mpistrat.pytorch.watch.unproved import SampledStep, Unproved
 from mpistrat.replicas.torch_modules import NO_WORDS
@@ -45,9 +39,7 @@ class Watch:
         modules: the strategy's modules.
         roots: returns the outermost modules, for their training flags.
 
-    Attributes:
-        schedulers: the schedulers that have stepped.
-        facts: the facts that this rank notes.
+    Attributes: facts: the facts that this rank notes.
     """
 
     def __init__(
@@ -60,16 +52,13 @@ class Watch:
         self._reducer = modules.reducer
         self._communicator = cast("Router", modules.parts.group.communicator)
         action = settings.on_drift()
-        self._is_off = action == "off"
-        self._is_over = self._is_off
+        self._is_over = action == "off"
         self._unproved = Unproved(action)
         self._unproved.present = weakref.WeakMethod(self._present)
         self._unproved.compare_at_end_of(self._communicator.mpi.comm)
-        self.schedulers = Schedulers(modules.reducer)
         self.facts = Facts(modules.reducer)
         self._offered = 0  # so many of the first sampled steps are in `ModuleParts.watched`
         self._sampled_at = 0  # the step of the last samples
-        self._has_told_of_rounding = False
         self._gradients: Samples | None = None  # taken before a step
 
     def before_step(self) -> None:
@@ -128,12 +117,8 @@ class Watch:
     def _present(self) -> Samples:
         return _samples(self._things(), 0)
 
-    def _things(self) -> Things:
-        return {
-            **tensors_and_options(self._modules),
-            **self.schedulers.things(),
-            **training_flags(self._roots()),
-        }
+    def _things(self) -> State:
+        return state_after_step(self._modules, self._roots())
 
     def _offer(self) -> None:
         """Give the next agreement the number of the last step with samples on the host, and a checksum up to it.
@@ -163,38 +148,12 @@ class Watch:
             del self._unproved.steps[: self._offered]
             self._unproved.equal_after = step
 
-    def at_save(self) -> DivergenceError | None:
-        """Compare all bits of tensors. Collective.
-
-        Rank 0 tells once of differences that are no larger than rounding, as between two kinds of processors. Options
-        are compared by `Checkpoint.check_alike`.
-        Called by: `CheckpointManager.save`, on every rank.
-        Returns: the error for larger differences, equal on all ranks; None if there are none.
-        """
-        if self._is_off:
-            return None
-        things = tensors_and_options(self._modules)
-        digested: dict[Key, Digested] = {}
-        for key, thing in things.items():
-            if isinstance(thing.copies[0], torch.Tensor):
-                digested[key] = Digested.of(thing)
-        of_rank = zlib.crc32(repr(digested).encode())
-        digests = self._communicator.all_gather_object(of_rank, label="digest at a save")
-        if len(set(digests)) == 1:
-            return None
+    def find_cause(self) -> None:
+        """Tell of the cause of a drift, as far as the samples show it. Collective. Called by: a save of such ranks."""
         if not self._is_over:
-            self._find(len(self._unproved.steps))
-        steps = self._reducer.steps
-        when = f"at a save after {steps} optimizer steps"
-        error = find_divergence(self._strategy, digested, when)
-        if error is None or is_larger_than_rounding(self._communicator, things, digested, steps):
-            return error
-        if self._communicator.rank == 0 and not self._has_told_of_rounding:
-            tell(f"{error.name} differs in the last bits between ranks, {when}")
-        self._has_told_of_rounding = True
-        return None
+            self._find(len(self._unproved.steps), raises=False)  # the checkpoint is to be written
 
-    def _find(self, count: int) -> None:
+    def _find(self, count: int, raises: bool = True) -> None:
         gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
         found = self._unproved.find(count, gather)
         if found is None:
@@ -202,7 +161,7 @@ class Watch:
         self._is_over = True
         self._unproved.steps.clear()
         self._parts.watched = NO_WORDS
-        if found.is_error:
+        if found.is_error and raises:
             error = DivergenceError(found.text, found.name)
             mark_raised_by_all(error)
             raise error
@@ -216,7 +175,7 @@ def _keep_last(reference: weakref.ref[Watch]) -> None:
         watch.keep_last()
 
 
-def _samples(things: Things, turn: int) -> Samples:
+def _samples(things: State, turn: int) -> Samples:
     firsts = {}
     for key, thing in things.items():
         firsts[key] = thing.copies[0]

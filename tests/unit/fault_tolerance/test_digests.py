@@ -120,3 +120,24 @@ def test_the_largest_difference_is_told() -> None:
     imaginary = torch.tensor([1 + 2j, 1 + 2j])
     text = differ(imaginary + torch.tensor([0, 1j]), imaginary)
     assert text == "1 of 4 elements, most at [1, 1]: 3 instead of 2"
+
+
+def test_the_norm_of_a_difference_in_roundings() -> None:
+    """By eps and the norm of the reference's finite elements; integers have no rounding."""
+
+    def roundings(own: Any, reference: Any) -> float:
+        found = difference(bits(own), bits(reference), own)
+        assert found is not None
+        return found.roundings
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        reference = torch.full((16,), 2.0, dtype=dtype)
+        reference[3] = -torch.inf
+        own = reference.clone()
+        own[5] += 4 * torch.finfo(dtype).eps
+        assert roundings(own, reference) == pytest.approx(4 / (2 * 15**0.5))
+    zeros = np.zeros(3)
+    assert roundings(-zeros, zeros) == 0.0
+    assert roundings(zeros + 1e-100, zeros) == np.inf
+    assert roundings(np.array([1, 2]), np.array([1, 3])) == np.inf
+    assert np.isnan(roundings(np.array([np.nan, 1.0]), np.ones(2)))

@@ -1,0 +1,49 @@
+"""The comparison at a save: all bits of the arrays that should be equal on all ranks."""
+
+from __future__ import annotations
+
+import weakref
+
+from mpistrat import settings
+from mpistrat.context import AnyStrategy
+from mpistrat.errors import DivergenceError
+from mpistrat.machine.notices import tell
+from mpistrat.pytorch.watch.divergence_report import StateComparison
+from mpistrat.pytorch.watch.mirrored_state import state_at_save
+
+_ROUNDINGS = 64  # of an array in a step, as `Difference.roundings` has them
+_with_rounding: weakref.WeakSet[AnyStrategy] = weakref.WeakSet()  # rank 0 has told of them
+
+
+def divergence_at_save(strategy: AnyStrategy) -> DivergenceError | None:
+    """Compare all bits of arrays. `Checkpoint.check_alike` compares numbers. Collective.
+
+    A program without torch has variables alone. Rank 0 tells once of differences that are no larger than rounding, as
+    between two kinds of processors.
+    Called by: `CheckpointManager.save`, on every rank.
+    Returns: the error for larger differences, equal on all ranks; None if there are none, or nothing is compared.
+    """
+    extended = strategy.extended
+    watch = extended.modules.parts.watch
+    compares = watch is not None or (
+        extended.modules.made is None and extended.checkpoints.all_take_part
+    )
+    if not compares or settings.on_drift() == "off":
+        return None
+    communicator = extended.communicator
+    with communicator.raising_together():
+        comparison = StateComparison(communicator, state_at_save(strategy))
+    greatest = comparison.exchange()
+    steps = strategy.runs
+    if watch is not None:
+        steps = extended.modules.made.reducer.steps
+    when = f"at a save after {steps} steps"
+    error = comparison.divergence(greatest, when, _ROUNDINGS * max(1, steps) ** 0.5)
+    if error is not None and watch is not None:
+        watch.find_cause()
+    if error is None and comparison.names:
+        is_first = strategy not in _with_rounding
+        _with_rounding.add(strategy)
+        if is_first and communicator.rank == 0:
+            tell(f"{comparison.names[0]} differs in the last bits between ranks, {when}")
+    return error
