@@ -32,8 +32,10 @@ def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
     sizes = ("--maxbytes", "1M") if quick else ()
     yield here["collectives"], *sizes, *rounds, "--json", "PREFIX"
     models = ("--models", "mlp") if quick else ()
-    yield here["training_step"], *models, *rounds, "--json", "PREFIX"
+    batch = ("--batch-size", str(4 * ranks)) if quick else ()
+    yield here["training_step"], *models, *batch, *rounds, "--json", "PREFIX"
     yield here["checkpoints"], *models, *rounds, "--json", "PREFIX"
+    models = ("--models", "small") if quick else ()
     yield here["fault_tolerance"], *models, *rounds, "--json", "PREFIX"
 
     examples = ("--examples", "512") if quick else ()
@@ -52,11 +54,13 @@ def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
 
     # Few of ResNet-50's pictures, of which a core computes about three in a second.
     batches = {"mlp": 64, "mlp-large": 64, "resnet50": 4, "transformer": 16}
-    for model in ("mlp",) if quick else batches:
+    if quick:
+        batches = {"mlp": 4}
+    for model in batches:
         work = ("--model", model, "--batch-size", str(batches[model] * ranks))
         turns = rounds or ("--rounds", "5")
         yield *BENCH, "compare", "train", *work, *turns, "--json", f"PREFIX{model}.json"
-    for model in ("mlp",) if quick else batches:
+    for model in batches:
         work = ("--model", model, "--batch-size", str(batches[model] * ranks))
         steps = ("--steps", "2" if quick else "20")
         yield *BENCH, "train", *work, *steps, "--json", f"PREFIXtrain-{model}.json"

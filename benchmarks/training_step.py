@@ -2,7 +2,8 @@
 
     mpiexec -n 2 python benchmarks/training_step.py
 
-`mpistrat-bench compare train`, and what mpistrat's own settings change. Batch 64 per rank, SGD.
+`mpistrat-bench compare train`, and what mpistrat's own settings change. SGD; a batch of 64 per rank, or `--batch-size`
+for all ranks together.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ MODELS = {"4.2 M": "mlp", "25 M": "mlp-large"}
 def main() -> None:
     parser = program(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS.values(), default=[*MODELS.values()])
+    parser.add_argument("--batch-size", type=int)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for name, model in MODELS.items():
         if model not in arguments.models:
             continue
-        work = work_of(model, None)
+        work = work_of(model, arguments.batch_size)
         peers, left_out = training_contestants(work)
         contestants = {
             **peers,

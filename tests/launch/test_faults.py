@@ -297,7 +297,7 @@ def test_a_limit_that_is_no_number(launcher: Launcher, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "seconds",
     [
-        20,
+        12,
         pytest.param(
             1800, marks=[pytest.mark.slow, pytest.mark.time_limit(2100)], id="half an hour"
         ),

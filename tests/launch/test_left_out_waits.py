@@ -14,7 +14,7 @@ DOCS = (Path(__file__).parents[2] / "docs/gpus.md").read_text(encoding="utf-8") 
 
 @pytest.mark.usefixtures("simulated_accelerator")
 def test_each_wait_is_missed(launcher: Launcher) -> None:
-    job = launcher.run_python(2, PROGRAM, seconds=120)
+    job = launcher.run_python(2, PROGRAM, seconds=120, forked=True)
     assert job.returncode == 0, job.output
     print(job.stdout)
     lines = re.findall(r"^(seen|NOT SEEN) (.*) \| ", job.stdout, re.M)

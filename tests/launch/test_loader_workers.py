@@ -17,8 +17,12 @@ def run(launcher: Launcher, case: str) -> Job:
     return job
 
 
-@pytest.mark.both_mpis("launching")
-@pytest.mark.parametrize("case", ["forkserver", "persistent", "iterable"])
+UNDER_BOTH_MPIS = pytest.mark.both_mpis("launching")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param("forkserver", marks=UNDER_BOTH_MPIS), "persistent", "iterable"]
+)
 def test_workers_read_everything_once(launcher: Launcher, case: str) -> None:
     job = run(launcher, case)
     assert job.returncode == 0, job.output
@@ -41,8 +45,7 @@ def test_what_cannot_be_sent_to_a_worker_is_named(launcher: Launcher) -> None:
     )
 
 
-@pytest.mark.both_mpis("launching")
-@pytest.mark.parametrize("case", ["no guard", "strategy"])
+@pytest.mark.parametrize("case", [pytest.param("no guard", marks=UNDER_BOTH_MPIS), "strategy"])
 def test_a_strategy_in_a_worker(launcher: Launcher, case: str) -> None:
     job = run(launcher, case)
     assert job.returncode != 0

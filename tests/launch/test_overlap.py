@@ -76,7 +76,8 @@ def run(folder: Path, launcher: Launcher, ranks: int, *arguments: str, **environ
         *arguments,
         seconds=60,
         env=threads | environment,
-        forked=arguments[-1] == "train" and not environment,
+        # torch looks at the number of threads when it is imported.
+        forked=arguments[-1] == "train" and "OMP_NUM_THREADS" not in environment,
     )
     assert job.left_behind == ()
     return job

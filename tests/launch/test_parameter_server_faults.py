@@ -59,9 +59,12 @@ def mapped_by_somebody() -> set[str]:
     }
 
 
-def run(folder: Path, ranks: int, *words: str | int) -> Job:
+def run(folder: Path, ranks: int, *words: str | int, forked: bool = False) -> Job:
     launcher = FaultTolerant.named("Open MPI")
-    job = launcher.run_python(ranks, PROGRAM, *map(str, words), seconds=SECONDS, cwd=folder)
+    arguments = [str(word) for word in words]
+    job = launcher.run_python(
+        ranks, PROGRAM, *arguments, seconds=SECONDS, cwd=folder, forked=forked
+    )
     assert job.left_behind == (), job.output
     return job
 
@@ -249,7 +252,7 @@ def test_training_goes_on_with_the_same_bits_when_a_server_is_killed(tmp_path: P
     for kills in (0, 1):
         folder = tmp_path / str(kills)
         folder.mkdir()
-        job = run(folder, 5, "training", 3, kills)
+        job = run(folder, 5, "training", 3, kills, forked=kills == 0)
         assert job.returncode == 0, job.output
         digests = re.findall(r"^weights (\w+)$", job.stdout, re.M)
         assert len(digests) == 3, job.output

@@ -28,7 +28,7 @@ EACH_HAS_ONE = {"SIMULATED_DEVICES": "1"}
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_on_one_node(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
-    job = launcher.run_python(ranks, PROGRAM, tmp_path, env=EACH_HAS_ONE)
+    job = launcher.run_python(ranks, PROGRAM, tmp_path, env=EACH_HAS_ONE, forked=True)
     check(job)
     assert job.stdout.count("no wait of the host") == 3, job.stdout
 

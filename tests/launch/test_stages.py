@@ -23,7 +23,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stage(mpi: str = "", ranks: int = 0) -> Stage:
-    return Stage("some", pytest=["-o", f"pythonpath={TESTS}", "test_it.py"], mpi=mpi, ranks=ranks)
+    arguments = ["-o", f"pythonpath={TESTS}", "test_it.py"]
+    return Stage("some", pytest=arguments, mpi=mpi, ranks=ranks, forked=ranks > 0)
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", pytest.param("Open MPI", marks=pytest.mark.slow)])
@@ -135,6 +136,7 @@ def test_a(): assert os.environ["OTHER"] == "yes"
     for mpi, ranks in (("", 0), ("MPICH", 2)):
         some = stage(mpi, ranks)
         some.python = str(other)
+        some.forked = False
         some.run()
         assert (some.passed, some.failed) == (1, 0), some.output
 

@@ -268,11 +268,8 @@ def counts(some: list[Module]) -> Counts:
     all_nodes = sum(nodes(module) for module in some)
     lines = max(1, sum(code_lines(module) for module in some))
     forms: collections.Counter[str] = collections.Counter()
-    all_words: list[str] = []
     for module in some:
         forms.update(packed_forms(module))
-        all_words.extend(words(module))
-    relatives = sum(word in RELATIVES for word in all_words)
     return Counts(
         nodes=all_nodes,
         nodes_per_line=round(all_nodes / lines, 2),
@@ -280,9 +277,16 @@ def counts(some: list[Module]) -> Counts:
         forms={form: round(1000 * forms[form] / lines, 1) for form in FORMS},
         branches=round(1000 * sum(branches(module.tree) for module in some) / all_nodes, 1),
         over_14=sum(len(hard_functions(module, 14)) for module in some),
-        relatives=round(1000 * relatives / max(1, len(all_words)), 1),
+        relatives=relatives(some),
         large=sum(len(large_classes(module)) for module in some),
     )
+
+
+def relatives(some: list[Module]) -> float:
+    """Per 1,000 words of docstrings and comments."""
+    all_words = [word for module in some for word in words(module)]
+    found = sum(word in RELATIVES for word in all_words)
+    return round(1000 * found / max(1, len(all_words)), 1)
 
 
 def main() -> None:

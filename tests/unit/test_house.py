@@ -75,7 +75,7 @@ def latest(reached: tuple[float, ...]) -> float:
 def test_no_room_describes_by_riddles(modules: list[house.Module]) -> None:
     """Words such as "which" mark a sentence that describes a thing and does not name it."""
     rooms = {module.room for module in modules}
-    found = {r: house.counts([m for m in modules if m.room == r]).relatives for r in rooms}
+    found = {r: house.relatives([m for m in modules if m.room == r]) for r in rooms}
     assert {room: rate for room, rate in found.items() if rate > RELATIVES_OF_A_ROOM} == {}
 
 

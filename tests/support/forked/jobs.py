@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,7 +59,13 @@ class _Server:
 
 
 _servers: dict[tuple[str, ...], _Server] = {}
+_one_at_a_time = threading.Lock()  # of threads that ask for a server, or a server for a daemon
 cpu_seconds = 0.0  # of all ranks so far, which are no children of this process
+
+
+def place(address: str) -> list[str]:
+    """What mpiexec starts after `python` and before the program: a client of the daemon that listens at `address`."""
+    return ["-I", "-S", str(RANK), address]
 
 
 @contextmanager
@@ -69,19 +76,26 @@ def job(modules: tuple[str, ...] = ()) -> Iterator[str]:
         modules: what the process that is forked has imported beside torch and mpistrat.
     """
     global cpu_seconds
-    if modules not in _servers:
-        _servers[modules] = _Server.start(modules)
-    server = _servers[modules]
-    address = str(server.folder / str(next(server.numbers)))
-    ours, its = socket.socketpair()
+    with _one_at_a_time:
+        ours, address = _daemon(modules)
     with ours:
-        socket.send_fds(server.control, [address.encode()], [its.fileno()])
-        its.close()
-        ours.settimeout(SECONDS_TO_START)
-        if ours.recv(5) != b"ready":
-            raise RuntimeError("the fork server has made no daemon for the job")
         try:
             yield address
         finally:
             ours.shutdown(socket.SHUT_WR)
             cpu_seconds += json.loads(ours.recv(64) or b"0")
+
+
+def _daemon(modules: tuple[str, ...]) -> tuple[socket.socket, str]:
+    """Returns: the connection to a new daemon, and the address that it listens at."""
+    if modules not in _servers:
+        _servers[modules] = _Server.start(modules)
+    server = _servers[modules]
+    address = str(server.folder / str(next(server.numbers)))
+    ours, its = socket.socketpair()
+    socket.send_fds(server.control, [address.encode()], [its.fileno()])
+    its.close()
+    ours.settimeout(SECONDS_TO_START)
+    if ours.recv(5) != b"ready":
+        raise RuntimeError("the fork server has made no daemon for the job")
+    return ours, address

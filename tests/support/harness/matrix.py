@@ -37,7 +37,7 @@ def stages(mode: str) -> Iterator[Stage]:
     yield Stage("conformance", pytest=["tests/conformance", "-m", choice], beside_others=True)
     if mode == "quick":
         files = [name for name in _mpi_files(2) if mpi_in_turn(name) == "MPICH"]
-        yield Stage("mpi", pytest=[*files, "-m", choice], mpi="MPICH", ranks=2)
+        yield Stage("mpi", pytest=[*files, "-m", choice], mpi="MPICH", ranks=2, forked=True)
         yield Stage("launch", pytest=["tests/launch", "-m", "quick and not slow", *_TWO])
         return
     yield from _xla_with_mpi(1, choice, full=mode == "full")
@@ -51,7 +51,7 @@ def stages(mode: str) -> Iterator[Stage]:
         mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:
             arguments = ["tests/conformance", "-m", choice]
-            yield Stage("conformance", pytest=arguments, mpi=mpi, ranks=ranks)
+            yield Stage("conformance", pytest=arguments, mpi=mpi, ranks=ranks, forked=True)
     yield from _xla_with_mpi(2, choice, full=mode == "full")
     yield from _old_torch(choice, full=mode == "full")
 
@@ -84,7 +84,9 @@ def _mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
             files = [name for name in files if mpi_in_turn(name, ranks) == mpi]
         if files:
             arguments = [*files, "-m", choice]
-            yield Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, beside_others=ranks == 1)
+            stage = Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, forked=True)
+            stage.beside_others = ranks == 1
+            yield stage
 
 
 def _mpi_files(ranks: int) -> list[str]:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.forked.jobs import RANK
 from support.forked.jobs import job as forks
+from support.forked.jobs import place
 
 _PREFIX_VARIABLES = {"MPICH": "MPISTRAT_TEST_MPICH", "Open MPI": "MPISTRAT_TEST_OPENMPI"}
 MPI_NAMES = tuple(_PREFIX_VARIABLES)
@@ -110,8 +110,8 @@ class Launcher:
         What is still there `gone_within` seconds after the end is left behind.
         """
         with forks(imported) if forked else contextlib.nullcontext() as address:
-            place = ["-I", "-S", str(RANK), address] if address else []
-            command = self.command(ranks, [sys.executable, *place, *map(str, arguments)])
+            words = place(address) if address else []
+            command = self.command(ranks, [sys.executable, *words, *map(str, arguments)])
             return run_job(command, self.environment(env), seconds, cwd, gone_within)
 
 

@@ -1,5 +1,6 @@
 """One stage of scripts/test: a command, or a launch of pytest that goes on after a test that ended its job."""
 
+import contextlib
 import math
 import os
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.forked import jobs as forked
 from support.harness.hang_watch import stacks_text
 from support.harness.mpi_launcher import Launcher, run_job
 from support.harness.result_lines import Result, Results
@@ -19,6 +21,13 @@ SECONDS_PER_LAUNCH = 3600.0  # a last resort: tests have limits of their own
 NEW_LAUNCHES = 3  # after a test that ended its job, the tests after it run in a new one
 RUN_AGAIN = 3  # so many failed tests of a stage at most: more have a cause in common
 NO_TESTS_COLLECTED = 5
+SECONDS_TO_BE_GONE = (
+    10.0  # for what a job leaves: a fork server of torch's on a busy machine takes seconds to end
+)
+# What tests with MPI import beside torch, as far as it starts no thread.
+IMPORTED = ("pytest", "scipy.stats", "torch.distributed.fsdp")
+# Plugins of pytest that they do not use, and that take each rank 0.3 s.
+_LEFT_OUT = ("-p", "no:hypothesispytest", "-p", "no:anyio")
 
 
 @dataclass
@@ -31,6 +40,7 @@ class Stage:
     mpi: str = ""
     ranks: int = 0  # 0: without mpiexec
     python: str = sys.executable
+    forked: bool = False  # its ranks are forks of a process that has imported torch
     beside_others: bool = False  # it leaves a core to others, or waits a lot
     limit: float = math.inf  # the seconds that all launches may take
     on_line: Callable[[str], object] | None = field(default=None, repr=False)  # gets its lines
@@ -66,10 +76,20 @@ class Stage:
         command.append(f"--results={lines}")
         # Threads that share cores with other processes wait for each other most of the time.
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if self.ranks:
-            launcher = Launcher.named(self.mpi)
-            command = launcher.command(self.ranks, [*command, "--with-mpi"])
-            env = launcher.environment()
+        with contextlib.ExitStack() as stack:
+            if self.ranks:
+                launcher = Launcher.named(self.mpi)
+                if self.forked:
+                    address = stack.enter_context(forked.job(IMPORTED))
+                    command[:1] = [self.python, *forked.place(address)]
+                command += ["--with-mpi", *_LEFT_OUT]
+                command = launcher.command(self.ranks, command)
+                env = launcher.environment()
+            self._launch_pytest(command, env, folder, lines)
+
+    def _launch_pytest(
+        self, command: Sequence[str], env: dict[str, str], folder: Path, lines: Path
+    ) -> None:
         for _ in range(1 + NEW_LAUNCHES):
             if self._seconds_left() <= 0:
                 break
@@ -110,7 +130,7 @@ class Stage:
         """Run a command within what is left of `limit`. Returns: its exit code, and what it wrote."""
         seconds = max(0.0, min(SECONDS_PER_LAUNCH, self._seconds_left()))
         try:
-            job = run_job(command, env, seconds, TOP, on_line=self.on_line)
+            job = run_job(command, env, seconds, TOP, SECONDS_TO_BE_GONE, self.on_line)
         except subprocess.TimeoutExpired as late:
             texts = [text or "" for text in (late.stdout, late.stderr)]
             return 1, "".join(map(str, texts)) + f"\nkilled after {seconds:.0f} s\n"

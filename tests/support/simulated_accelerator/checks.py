@@ -14,6 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional
 
+from support.simulated_accelerator import process_group
+
 UNORDERED = "without having waited for it"
 DEVICE = "sim:0"
 
@@ -24,6 +26,12 @@ def recorded(sim: Any) -> Any:
     sim.raise_violations(False)
     yield sim
     sim.raise_violations(True)
+
+
+@pytest.fixture(autouse=True)
+def no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aborted group ends at once: these tests wait for nothing that its watchdog does."""
+    monkeypatch.setattr(process_group, "SECONDS_OF_A_WATCHDOG", 0.0)
 
 
 # Numbers
