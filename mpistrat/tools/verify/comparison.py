@@ -1,0 +1,121 @@
+"""Compares recordings step by step. A control tells how much rounding changes the program's numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpistrat.tools.verify.recording import Recording, Sample, Step
+
+# A difference is a fault if it is FACTOR times the control's largest difference so far, and above FLOOR epsilon.
+FACTOR = 100.0
+FLOOR = 64.0
+# The kinds of tensors of a step, in the order in which the program computes them.
+KINDS = ("before", "gradients", "buffers", "values")
+_NOT_REPEATABLE = 1e-3  # a part of the norm
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first tensor of a rank that differs from the reference by more than rounding.
+
+    Attributes:
+        number: the index of the step, from 0.
+        kind, key: the tensor in `Step.tensors`.
+        rank: the rank.
+        distance: how far the two are apart, as a part of the norm of all tensors of the kind.
+        limit: the largest distance that rounding explains.
+    """
+
+    number: int
+    kind: str
+    key: str
+    rank: int
+    distance: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first difference; None if all is equal up to rounding. Then `largest` is the largest distance."""
+
+    difference: FirstDifference | None
+    largest: float = 0.0
+
+
+def compare(reference: Recording, control: Recording, ranks: list[Recording]) -> Verdict:
+    """Compare the steps that all runs have.
+
+    Args:
+        reference: the run that is right by definition.
+        control: the same run with numbers that were changed by rounding.
+        ranks: the ranks to judge.
+    """
+    rounding: dict[tuple[str, str], float] = {}  # it grows in a training, so that it never falls
+    largest = 0.0
+    for number in range(len(reference.steps)):
+        for kind in KINDS:
+            shaken = _distances(reference, control, number, kind)
+            middle = float(np.median([*shaken.values(), 0.0]))
+            for key, distance in shaken.items():
+                so_far = rounding.get((kind, key), 0.0)
+                rounding[kind, key] = max(so_far, distance, middle)
+            worst = None
+            for rank in ranks:
+                for key, distance in _distances(reference, rank, number, kind).items():
+                    limit = FACTOR * rounding.get((kind, key), 0.0)
+                    limit = max(limit, FLOOR * reference.epsilon)
+                    if distance <= limit:
+                        largest = max(largest, distance)
+                    elif worst is None or distance > worst.distance:
+                        worst = FirstDifference(number, kind, key, rank.rank, distance, limit)
+            if worst is not None:
+                return Verdict(worst, largest)
+    return Verdict(None, largest)
+
+
+def is_repeatable(reference: Recording, control: Recording) -> bool:
+    """Whether the control begins as `reference` does."""
+    kinds = ("before", "gradients") if "before" in reference.steps[0].tensors else ("values",)
+    for kind in kinds:
+        distances = _distances(reference, control, 0, kind)
+        if max(distances.values(), default=0.0) > _NOT_REPEATABLE:
+            return False
+    return True
+
+
+def _distances(one: Recording, other: Recording, number: int, kind: str) -> dict[str, float]:
+    """Return the distance of each tensor of a kind in a step; {} if `other` has no such step."""
+    if number >= len(other.steps):
+        return {}
+    mine = _samples(one.steps[number], kind)
+    theirs = _samples(other.steps[number], kind)
+    scale = math.sqrt(sum(sample.norm**2 for sample in mine.values() if not sample.exact))
+    found = {}
+    for key in sorted({*mine, *theirs}):
+        if key in mine and key in theirs:
+            found[key] = _distance(mine[key], theirs[key], scale or 1.0)
+        else:  # a gradient of zeros is as good as none
+            found[key] = (mine.get(key) or theirs[key]).norm / (scale or 1.0)
+    return found
+
+
+def _samples(step: Step, kind: str) -> Mapping[str, Sample]:
+    return step.tensors.get(kind, {})
+
+
+def _distance(one: Sample, other: Sample, scale: float) -> float:
+    """Return the distance of two tensors in units of `scale`, estimated from their elements and norms."""
+    if one.size != other.size:
+        return math.inf
+    if np.array_equal(one.values, other.values, equal_nan=True) and one.digest == other.digest:
+        return 0.0
+    whole = math.sqrt(one.size / max(1, one.values.size))
+    sampled = float(np.linalg.norm(one.values - other.values)) * whole
+    apart = max(sampled, abs(one.norm - other.norm))
+    if math.isnan(apart):
+        return math.inf
+    return apart if one.exact else apart / scale

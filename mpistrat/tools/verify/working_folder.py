@@ -1,0 +1,76 @@
+"""A fresh working folder for each run. The program reads the user's files there, and overwrites none of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MOST_LINKS = 2_000  # a subfolder with more entries is one link
+_CACHES = {".cache", ".triton", "__pycache__"}
+_SYSTEM = ("/dev/", "/proc/", "/sys/", "/memfd:")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+# The audit events of calls that write or replace a file, and the number of the argument that has its path.
+_CHANGES = {"open": 0, "os.truncate": 0, "os.remove": 0, "os.rename": 1}
+
+
+def fill(folder: Path, source: Path) -> None:
+    """Make links in `folder` to the files of `source`, so that relative paths find them.
+
+    Subfolders become folders of links, so that new files in them are files of the run. Hidden and large subfolders
+    become links themselves.
+    """
+    for path in sorted(source.iterdir()):
+        new = folder / path.name
+        is_folder = path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
+        if is_folder and os.access(path, os.R_OK) and len(os.listdir(path)) <= MOST_LINKS:
+            new.mkdir()
+            fill(new, path)
+        else:
+            new.symlink_to(path.absolute())
+
+
+class OverwriteError(SystemExit):
+    """The program wanted to overwrite a file. It also ends a program that catches `Exception`."""
+
+
+class FileGuard:
+    """Stops the program before it overwrites or removes a file that was there before the run.
+
+    Args: folder: the run's own folder.
+
+    Attributes:
+        outside: new files outside `folder` that the program has written.
+        refused: the file that the program wanted to overwrite; "" if none.
+        is_on: whether the guard looks at calls.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.realpath(folder)
+        self._began = time.time() - 1.0  # clocks of file systems are coarse
+        self.outside: set[str] = set()
+        self.refused = ""
+        self.is_on = True
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_on or event not in _CHANGES:
+            return
+        path = arguments[_CHANGES[event]]
+        reads = event == "open" and not (arguments[2] or 0) & _WRITES
+        if reads or isinstance(path, int) or path is None:
+            return
+        folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+        real = os.path.join(os.path.realpath(folder), name)
+        if event in ("open", "os.truncate"):  # they follow a link
+            real = os.path.realpath(real)
+        is_own = real.startswith((self._folder, *_SYSTEM))
+        if is_own or _CACHES.intersection(real.split(os.sep)):
+            return
+        if not os.path.lexists(real):
+            self.outside.add(real)
+        elif os.path.isfile(real) and os.lstat(real).st_ctime < self._began:
+            self.refused = real
+            raise OverwriteError(1)
