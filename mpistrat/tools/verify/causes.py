@@ -33,10 +33,8 @@ class Evidence:
 
     def steps(self, runs: list[Recording]) -> list[Step]:
         """Return the step of the difference on each rank of `runs`."""
-        return [rank.steps[self.found.number] for rank in runs if self._reaches(rank)]
-
-    def _reaches(self, rank: Recording) -> bool:
-        return len(rank.steps) > self.found.number
+        number = self.found.number
+        return [rank.steps[number] for rank in runs if len(rank.steps) > number]
 
     def samples(self, runs: list[Recording]) -> list[Sample | None]:
         """Return the tensor that differs, on each rank of `runs`."""
@@ -81,9 +79,12 @@ def _not_agreeing(evidence: Evidence) -> str:
     if len({sample and sample.digest for sample in samples}) == 1:
         return ""
     norms = ", ".join(f"{sample.norm if sample else 0.0:.9g}" for sample in samples[:4])
+    words = f"The ranks differ among themselves (norms by rank: {norms})"
+    if evidence.found.kind != "gradients":
+        return f"{words}."
     return (
-        f"The ranks differ among themselves (norms by rank: {norms}): each rank computes it from its own part, and "
-        "nothing reduces it."
+        f"{words}: nothing has reduced the gradients of a rank's part (no_sync, torch.autograd.grad), or the program "
+        "has written them since."
     )
 
 
@@ -93,8 +94,8 @@ def _begins_apart(evidence: Evidence) -> str:
         return ""
     if found.number == 0:
         return (
-            "It differs before the first step: random numbers that differ between ranks, or weights that some ranks "
-            "have loaded."
+            "It differs before the first step: weights that some ranks have loaded, a forward that changes them, or "
+            "random numbers of a rank."
         )
     for rank in evidence.ranks:
         after = rank.steps[found.number - 1].tensors["values"].get(found.key)
@@ -127,8 +128,8 @@ def _data(evidence: Evidence) -> str:
         return "The model got the same examples in another order: shuffle by one seed on all ranks."
     return (
         f"The model got other data (sum of inputs {evidence.inputs(evidence.ranks):.7g} for "
-        f"{evidence.inputs(evidence.reference):.7g}): another split, order of files or labels, or augmentation by the "
-        "random numbers of a rank."
+        f"{evidence.inputs(evidence.reference):.7g}): another split or order of files, augmentation by random numbers "
+        "of a rank, or a tensor that the program trains by hand."
     )
 
 
@@ -139,6 +140,15 @@ def _batch_norm(evidence: Evidence) -> str:
     return (
         f"{', '.join(kinds)} in training takes the statistics of a rank's part: mpistrat.convert_sync_batchnorm takes "
         "those of the batch."
+    )
+
+
+def _buffer(evidence: Evidence) -> str:
+    if evidence.found.kind != "buffers":
+        return ""
+    return (
+        "A forward writes this buffer by the examples of a rank's part: mpistrat.reduce_buffers says how the ranks "
+        "combine it."
     )
 
 
@@ -194,7 +204,7 @@ def _whole_batches(evidence: Evidence) -> str:
 _Causes = list[Callable[[Evidence], str]]
 # In the order in which they are told.
 _ALWAYS: _Causes = [_not_agreeing, _begins_apart, _rates]
-_OF_GRADIENTS: _Causes = [_batch_norm, _hooks, _random_numbers, _factor, _calls, _whole_batches]
+_OF_GRADIENTS: _Causes = [_batch_norm, _buffer, _hooks, _random_numbers, _factor, _calls, _whole_batches]
 
 
 def _ratio(evidence: Evidence, runs: list[Recording]) -> float | None:
@@ -218,5 +228,5 @@ def _examples(steps: list[Step]) -> Counter[int]:
     return Counter(digest for step in steps for digest in step.examples)
 
 
-def _is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=_SAME, abs_tol=_SAME)
+def _is_close(mine: float, theirs: float) -> bool:
+    return math.isclose(mine, theirs, rel_tol=_SAME, abs_tol=_SAME)

@@ -51,7 +51,8 @@ def run(
         try:
             lines, code = _verdict(runs, program, alone, ranks)
         except FailedRunError as error:
-            lines = [f"NOT COMPARED: {error}."]
+            text = str(error).rstrip(".")
+            lines = [f"NOT COMPARED: {text}."]
             code = NOT_COMPARED
     print("\n".join(lines))
     return code

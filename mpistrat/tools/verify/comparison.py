@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat.tools.verify.recording import Recording, Sample, Step
+from mpistrat.tools.verify.recording import Recording, Sample
 
 # A difference is a fault if it is FACTOR times the control's largest difference so far, and above FLOOR epsilon.
 FACTOR = 100.0
@@ -87,35 +86,31 @@ def is_repeatable(reference: Recording, control: Recording) -> bool:
     return True
 
 
-def _distances(one: Recording, other: Recording, number: int, kind: str) -> dict[str, float]:
+def _distances(reference: Recording, other: Recording, number: int, kind: str) -> dict[str, float]:
     """Return the distance of each tensor of a kind in a step; {} if `other` has no such step."""
     if number >= len(other.steps):
         return {}
-    mine = _samples(one.steps[number], kind)
-    theirs = _samples(other.steps[number], kind)
-    scale = math.sqrt(sum(sample.norm**2 for sample in mine.values() if not sample.exact))
+    mine = reference.steps[number].tensors.get(kind, {})
+    theirs = other.steps[number].tensors.get(kind, {})
+    scale = math.hypot(*(s.norm for s in mine.values() if not s.exact)) or 1.0
     found = {}
     for key in sorted({*mine, *theirs}):
         if key in mine and key in theirs:
-            found[key] = _distance(mine[key], theirs[key], scale or 1.0)
+            found[key] = _distance(mine[key], theirs[key], scale)
         else:  # a gradient of zeros is as good as none
-            found[key] = (mine.get(key) or theirs[key]).norm / (scale or 1.0)
+            found[key] = (mine.get(key) or theirs[key]).norm / scale
     return found
 
 
-def _samples(step: Step, kind: str) -> Mapping[str, Sample]:
-    return step.tensors.get(kind, {})
-
-
-def _distance(one: Sample, other: Sample, scale: float) -> float:
+def _distance(mine: Sample, other: Sample, scale: float) -> float:
     """Return the distance of two tensors in units of `scale`, estimated from their elements and norms."""
-    if one.size != other.size:
+    if mine.size != other.size:
         return math.inf
-    if np.array_equal(one.values, other.values, equal_nan=True) and one.digest == other.digest:
+    if np.array_equal(mine.values, other.values, equal_nan=True) and mine.digest == other.digest:
         return 0.0
-    whole = math.sqrt(one.size / max(1, one.values.size))
-    sampled = float(np.linalg.norm(one.values - other.values)) * whole
-    apart = max(sampled, abs(one.norm - other.norm))
+    whole = math.sqrt(mine.size / max(1, mine.values.size))
+    sampled = float(np.linalg.norm(mine.values - other.values)) * whole
+    apart = max(sampled, abs(mine.norm - other.norm))
     if math.isnan(apart):
         return math.inf
-    return apart if one.exact else apart / scale
+    return apart if mine.exact else apart / scale

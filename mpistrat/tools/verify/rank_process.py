@@ -36,14 +36,16 @@ class StepRecorder:
         self._rounds: list[Step] = []
         self._variables = VariableRounds(self.recording, self._end_round, shaken=shaken)
         self._variables.watch()
-        random.seed(0)
-        np.random.seed(0)
+        # As in a job without seeds. Rank 0 has the numbers of the run on one rank.
+        seed = self.recording.rank
+        random.seed(seed)
+        np.random.seed(seed)
         if importlib.util.find_spec("torch"):
             import torch
 
             from mpistrat.tools.verify.torch_steps import TorchSteps
 
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             TorchSteps(self.recording, self._end_step, shaken=shaken).watch()
 
     def finish(self) -> Recording:

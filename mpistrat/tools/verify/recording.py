@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Array = npt.NDArray[Any]
 MOST_ELEMENTS = 512  # of a tensor are kept; a larger tensor gives elements at equal distances
 
 
@@ -25,7 +26,7 @@ class Sample:
         exact: whether it has integers, so that rounding cannot change it.
     """
 
-    values: npt.NDArray[np.float64]
+    values: Array
     size: int
     norm: float
     digest: int
@@ -83,7 +84,7 @@ class Recording:
     epsilon: float = 0.0
 
 
-def sample(array: npt.NDArray[Any]) -> Sample:
+def sample(array: Array) -> Sample:
     """Return the `Sample` of an array of numbers."""
     flat = np.ascontiguousarray(array).reshape(-1)
     is_exact = flat.dtype.kind not in "fc"

@@ -89,7 +89,7 @@ class Runs:
                     "path, or move the file away"
                 )
         if output.ended or len(found) < ranks:
-            last = last_words(output.errors, 6) or last_words(output.output, 6)
+            last = last_words(output.errors) or last_words(output.output)
             ended = output.ended or f"{len(found)} ranks have ended as Python does"
             raise FailedRunError(f"the run on {ranks} ranks failed ({ended}): {last}")
         if not all(recording.steps for recording in found):

@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.optim import Optimizer
 from torch.optim import optimizer as step_hooks
 
 from mpistrat import arrays
 from mpistrat.context import current_local_replica
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.reducer import replica_here
-from mpistrat.tools.verify.recording import Recording, Step, sample
+from mpistrat.tools.verify.recording import Array, Recording, Step, sample
 
 _DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d")
 
@@ -41,8 +43,8 @@ class TorchSteps:
         self._ended = ended
         self._noise = torch.Generator().manual_seed(7) if shaken else None
         self._step = Step()
-        self._roots: list[torch.nn.Module] = []  # the modules that the program calls
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._roots: list[Module] = []  # the modules that the program calls
+        self._optimizers: list[Optimizer] = []
         self._depth = 0  # calls of modules around this code
         self._random_state = torch.get_rng_state()  # at the last forward
 
@@ -51,8 +53,8 @@ class TorchSteps:
         step_hooks.register_optimizer_step_pre_hook(self._before)
         step_hooks.register_optimizer_step_post_hook(self._after)
         for owner, name, make in (
-            (torch.nn.Module, "__call__", self._recorded_call),
-            (torch.Tensor, "backward", self._recorded_backward),
+            (Module, "__call__", self._recorded_call),
+            (Tensor, "backward", self._recorded_backward),
         ):
             original = getattr(owner, name)
             setattr(owner, name, functools.wraps(original)(make(original)))
@@ -60,7 +62,7 @@ class TorchSteps:
             setattr(torch.nn.functional, name, self._no_dropout)
 
     def _recorded_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def recorded(module: Module, *args: Any, **kwargs: Any) -> Any:
             self._enter(module, args, kwargs)
             self._depth += 1
             try:
@@ -71,7 +73,7 @@ class TorchSteps:
         return recorded
 
     def _recorded_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
-        def recorded(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        def recorded(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             if not torch.equal(torch.get_rng_state(), self._random_state):
                 self._step.draws = bool(self._step.examples)
             backward(loss, *args, **kwargs)
@@ -83,7 +85,7 @@ class TorchSteps:
         self._recording.switched_off = True
         return input
 
-    def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: Module, args: Any, kwargs: Any) -> None:
         """Note a call of a module. A call from outside all modules notes its inputs, too."""
         self._step.calls += 1
         if self._depth == 0 and module not in self._roots:
@@ -101,7 +103,7 @@ class TorchSteps:
             self._random_state = torch.get_rng_state()
             self._note_inputs([_on_host(tensor) for tensor in _tensors([args, kwargs])])
 
-    def _note_inputs(self, inputs: list[npt.NDArray[Any]]) -> None:
+    def _note_inputs(self, inputs: list[Array]) -> None:
         self._step.inputs += sum(float(np.abs(array).sum(dtype=float)) for array in inputs)
         if inputs and inputs[0].ndim:
             self._step.examples += [zlib.crc32(row.tobytes()) for row in inputs[0]]
@@ -114,7 +116,7 @@ class TorchSteps:
             epsilon = torch.finfo(dtype).eps
             self._recording.epsilon = max(self._recording.epsilon, epsilon)
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not _is_recorded(optimizer):
             return None
         self._note("before", self._parameters(optimizer))
@@ -123,22 +125,22 @@ class TorchSteps:
         self._note_gradients(optimizer)
         return None
 
-    def _close(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+    def _close(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         loss = closure()
         self._note_gradients(optimizer)
         return loss
 
-    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _note_gradients(self, optimizer: Optimizer) -> None:
         parameters = self._parameters(optimizer)
         gradients = {key: p.grad for key, p in parameters.items() if p.grad is not None}
         if self._noise is not None:
             _shake([*gradients.values()], self._noise, self._recording.epsilon)
         self._note("gradients", gradients)
 
-    def _note(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
+    def _note(self, kind: str, tensors: dict[str, Tensor]) -> None:
         self._step.tensors[kind] = {key: sample(_on_host(t)) for key, t in tensors.items()}
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not _is_recorded(optimizer):
             return
         self._note("buffers", self._named("named_buffers"))
@@ -148,7 +150,7 @@ class TorchSteps:
         self._step = Step()
         self._ended(step)
 
-    def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    def _parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the parameters of an optimizer by keys that are equal in all runs, and note their names."""
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
@@ -166,9 +168,9 @@ class TorchSteps:
                 self._recording.hooks.add(label)
         return found
 
-    def _named(self, method: str) -> dict[str, torch.Tensor]:
+    def _named(self, method: str) -> dict[str, Tensor]:
         """Return the parameters or buffers of the modules that the program calls, by names."""
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for root in self._roots:
             inner = getattr(root, "module", root)  # inside DistributedDataParallel
             for name, tensor in getattr(inner, method)():
@@ -180,7 +182,7 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("mpistrat.")
 
 
-def _is_recorded(optimizer: torch.optim.Optimizer) -> bool:
+def _is_recorded(optimizer: Optimizer) -> bool:
     """Whether this is the program's optimizer, in the first replica of the rank."""
     return current_local_replica() in (0, None) and not hooks.is_twin(optimizer)
 
@@ -195,9 +197,9 @@ def _share() -> float:
     return 1.0
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         yield from _tensors([*value.values()])
@@ -206,7 +208,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _on_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def _on_host(tensor: Tensor) -> Array:
     """Return the numbers of a tensor; of a sharded tensor, those of this rank's part."""
     tensor = tensor.detach()
     if arrays.is_sharded(tensor):
@@ -218,7 +220,7 @@ def _on_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return tensor.cpu().resolve_conj().resolve_neg().numpy()
 
 
-def _shake(gradients: list[torch.Tensor], noise: torch.Generator, epsilon: float) -> None:
+def _shake(gradients: list[Tensor], noise: torch.Generator, epsilon: float) -> None:
     """Change gradients by rounding: by up to 2 epsilon of each number, and of the mean square of all numbers.
 
     The second part stands for sums that cancel, such as the gradient of a bias before a batch norm. Zeros stay.

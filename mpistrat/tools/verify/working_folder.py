@@ -39,7 +39,10 @@ class OverwriteError(SystemExit):
 class FileGuard:
     """Stops the program before it overwrites or removes a file that was there before the run.
 
-    Args: folder: the run's own folder.
+    Args:
+        folder: the run's own folder.
+        began: the time when the run began, in seconds; files that were changed since then are the run's. By default a
+            second ago, because clocks of file systems are coarse.
 
     Attributes:
         outside: new files outside `folder` that the program has written.
@@ -47,9 +50,9 @@ class FileGuard:
         is_on: whether the guard looks at calls.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, began: float | None = None) -> None:
         self._folder = os.path.realpath(folder)
-        self._began = time.time() - 1.0  # clocks of file systems are coarse
+        self._began = time.time() - 1.0 if began is None else began
         self.outside: set[str] = set()
         self.refused = ""
         self.is_on = True
