@@ -31,6 +31,7 @@ FILES = {
     "torch_distributed/default_backend.py",
     "torch_distributed/run.py",
     "tools/verify/rank_process.py",  # in the processes that `mpistrat verify` starts
+    "tools/verify/torch_steps.py",
 }
 
 # Replaces all that can be, and looks for functions of ours in modules and classes of others.
