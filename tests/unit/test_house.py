@@ -8,7 +8,7 @@ from support import house
 
 # The nodes of the syntax tree at commit 27c27693, and those that later work was granted.
 NODES = 369_425
-GRANTED_NODES = {"right programs run": 7_000}
+GRANTED_NODES = {"right programs run": 7_000, "ranks are watched and verified": 9_000}
 # Each tuple has the values that were reached, the latest last. A value that rises is an error, whoever writes it here.
 # None of them alone says that code is plain: narrow lines and long tables lower the first one, too.
 REACHED: dict[str, tuple[float, ...]] = {

@@ -204,7 +204,15 @@ def _whole_batches(evidence: Evidence) -> str:
 _Causes = list[Callable[[Evidence], str]]
 # In the order in which they are told.
 _ALWAYS: _Causes = [_not_agreeing, _begins_apart, _rates]
-_OF_GRADIENTS: _Causes = [_batch_norm, _buffer, _hooks, _random_numbers, _factor, _calls, _whole_batches]
+_OF_GRADIENTS: _Causes = [
+    _batch_norm,
+    _buffer,
+    _hooks,
+    _random_numbers,
+    _factor,
+    _calls,
+    _whole_batches,
+]
 
 
 def _ratio(evidence: Evidence, runs: list[Recording]) -> float | None:

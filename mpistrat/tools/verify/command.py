@@ -77,7 +77,7 @@ def _verdict(runs: Runs, program: list[str], alone: list[str], ranks: int) -> tu
     if verdict.difference is None:
         if {len(rank.steps) for rank in found} != {len(reference[0].steps)}:
             return report.other_number_of_steps(reference, found), DIFFERENT
-        return report.equal(verdict.largest, reference, found), EQUAL
+        return report.equal(verdict, reference, found), EQUAL
     evidence = Evidence(verdict.difference, reference, found)
     if not runs.by_run and needs_whole_batches(evidence):
         whole = runs.start("whole", program, ranks, whole=True)

@@ -39,10 +39,14 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first difference; None if all is equal up to rounding. Then `largest` is the largest distance."""
+    """The first difference; None if all is equal up to rounding.
+
+    Attributes: largest, limit: the largest distance that rounding explains, and its limit.
+    """
 
     difference: FirstDifference | None
-    largest: float = 0.0
+    largest: float
+    limit: float
 
 
 def compare(reference: Recording, control: Recording, ranks: list[Recording]) -> Verdict:
@@ -54,7 +58,7 @@ def compare(reference: Recording, control: Recording, ranks: list[Recording]) ->
         ranks: the ranks to judge.
     """
     rounding: dict[tuple[str, str], float] = {}  # it grows in a training, so that it never falls
-    largest = 0.0
+    largest = (0.0, FLOOR * reference.epsilon)
     for number in range(len(reference.steps)):
         for kind in KINDS:
             shaken = _distances(reference, control, number, kind)
@@ -68,12 +72,12 @@ def compare(reference: Recording, control: Recording, ranks: list[Recording]) ->
                     limit = FACTOR * rounding.get((kind, key), 0.0)
                     limit = max(limit, FLOOR * reference.epsilon)
                     if distance <= limit:
-                        largest = max(largest, distance)
+                        largest = max(largest, (distance, limit))
                     elif worst is None or distance > worst.distance:
                         worst = FirstDifference(number, kind, key, rank.rank, distance, limit)
             if worst is not None:
-                return Verdict(worst, largest)
-    return Verdict(None, largest)
+                return Verdict(worst, *largest)
+    return Verdict(None, *largest)
 
 
 def is_repeatable(reference: Recording, control: Recording) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpistrat.tools.verify.causes import Evidence
+from mpistrat.tools.verify.comparison import Verdict
 from mpistrat.tools.verify.recording import Recording, Sample, Step
 
 MOST_LINES = 15
@@ -16,14 +17,11 @@ _KINDS = {
 }
 
 
-def equal(largest: float, reference: list[Recording], ranks: list[Recording]) -> list[str]:
-    """Return the lines for runs that are equal up to rounding.
-
-    Args: largest: the largest difference, as a part of the norm.
-    """
+def equal(verdict: Verdict, reference: list[Recording], ranks: list[Recording]) -> list[str]:
+    """Return the lines for runs that are equal up to rounding."""
     return [
         f"EQUAL up to rounding: {len(ranks)} ranks compute as {_named(reference)} in {len(ranks[0].steps)} steps.",
-        f"  The largest difference is {largest:.1e} of the norm of all gradients, or of all values.",
+        f"  The largest difference is {verdict.largest:.1e} of the norm; rounding explains {verdict.limit:.1e}.",
         *_notes([*reference, *ranks]),
     ]
 

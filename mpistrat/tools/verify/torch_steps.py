@@ -74,15 +74,17 @@ class TorchSteps:
 
     def _recorded_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         def recorded(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            if not torch.equal(torch.get_rng_state(), self._random_state):
-                self._step.draws = bool(self._step.examples)
+            is_same = torch.equal(torch.get_rng_state(), self._random_state)
+            self._step.draws |= bool(self._step.examples) and not is_same
             backward(loss, *args, **kwargs)
             self._step.losses.append((float(loss.detach().sum()), _share()))
 
         return recorded
 
-    def _no_dropout(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        self._recording.switched_off = True
+    def _no_dropout(
+        self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        self._recording.switched_off |= training and p > 0
         return input
 
     def _enter(self, module: Module, args: Any, kwargs: Any) -> None:
@@ -94,7 +96,8 @@ class TorchSteps:
             return
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             self._recording.norms.add(type(module).__name__)
-        if isinstance(getattr(module, "dropout", None), float):  # attention and RNNs hand it on
+        share = getattr(module, "dropout", None)  # attention and RNNs hand it on
+        if isinstance(share, float) and share > 0:
             self._recording.switched_off = True
             setattr(module, "dropout", 0.0)  # noqa: B010
         if module._backward_hooks or module._backward_pre_hooks:
@@ -131,8 +134,8 @@ class TorchSteps:
         return loss
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
-        parameters = self._parameters(optimizer)
-        gradients = {key: p.grad for key, p in parameters.items() if p.grad is not None}
+        found = self._parameters(optimizer)
+        gradients = {key: p.grad for key, p in found.items() if p.grad is not None}
         if self._noise is not None:
             _shake([*gradients.values()], self._noise, self._recording.epsilon)
         self._note("gradients", gradients)
@@ -231,6 +234,6 @@ def _shake(gradients: list[Tensor], noise: torch.Generator, epsilon: float) -> N
     squares = sum(float(g.abs().double().square().sum()) for g in dense)
     typical = (squares / max(1, sum(g.numel() for g in dense))) ** 0.5
     for gradient in dense:
-        drawn = torch.rand(gradient.shape, generator=noise) * 4 - 2
+        drawn = torch.rand(gradient.shape, generator=noise, device="cpu") * 4 - 2
         sizes = gradient.abs() + typical * (gradient != 0)
         gradient.add_(epsilon * drawn.to(sizes) * sizes)

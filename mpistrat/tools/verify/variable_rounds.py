@@ -30,7 +30,7 @@ class VariableRounds:
         self._recording = recording
         self._ended = ended
         self._noise = np.random.default_rng(7) if shaken else None
-        self._known: list[Variable] = []  # holds the variables, so that no id is taken twice
+        self._known: dict[int, Variable] = {}  # by id; it holds them, so that no id is taken twice
         self._round: dict[str, Sample] = {}
 
     def watch(self) -> None:
@@ -51,10 +51,8 @@ class VariableRounds:
             of_replica = variable.synchronization is VariableSynchronization.ON_READ
             if of_replica or current_local_replica() not in (0, None):
                 return assign(variable, value)
-            if not any(known is variable for known in self._known):
-                self._known.append(variable)
-            number = [known is variable for known in self._known].index(True)
-            key = f"variable {variable.name or number}"
+            self._known.setdefault(id(variable), variable)
+            key = f"variable {variable.name} (number {[*self._known].index(id(variable))})"
             if key in self._round:
                 self.finish()
             result = assign(variable, self._shaken(value))

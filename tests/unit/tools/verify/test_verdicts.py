@@ -70,7 +70,7 @@ def test_rounding_is_no_difference(factor: float) -> None:
     verdict = judged(parts(factor=factor))
     assert verdict.difference is None
     assert verdict.largest <= 64 * EPSILON
-    lines = report.equal(verdict.largest, [recording()], parts())
+    lines = report.equal(verdict, [recording()], parts())
     assert lines[0] == "EQUAL up to rounding: 2 ranks compute as 1 rank in 3 steps."
 
 
