@@ -8,28 +8,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-MOST_LINKS = 2_000  # a subfolder with more entries is one link
+MOST_LINKS = 2_000  # in subfolders
 _CACHES = {".cache", ".triton", "__pycache__"}
 _SYSTEM = ("/dev/", "/proc/", "/sys/", "/memfd:")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # The audit events of calls that write or replace a file, and the number of the argument that has its path.
-_CHANGES = {"open": 0, "os.truncate": 0, "os.remove": 0, "os.rename": 1}
+_CHANGES = {"open": 0, "os.truncate": 0, "os.remove": 0, "shutil.rmtree": 0, "os.rename": 1}
 
 
-def fill(folder: Path, source: Path) -> None:
+def fill(folder: Path, source: Path, left: int = MOST_LINKS) -> int:
     """Make links in `folder` to the files of `source`, so that relative paths find them.
 
-    Subfolders become folders of links, so that new files in them are files of the run. Hidden and large subfolders
-    become links themselves.
+    Subfolders become folders of links, so that new files in them are files of the run. Hidden subfolders become links
+    themselves, and so do subfolders with more than `left` entries.
+    Returns: the number of links that may still be made in subfolders.
     """
     for path in sorted(source.iterdir()):
         new = folder / path.name
-        is_folder = path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
-        if is_folder and os.access(path, os.R_OK) and len(os.listdir(path)) <= MOST_LINKS:
+        is_hidden = path.name.startswith(".") or path.is_symlink()
+        is_folder = path.is_dir() and not is_hidden and os.access(path, os.R_OK)
+        if is_folder and len(os.listdir(path)) <= left:
             new.mkdir()
-            fill(new, path)
+            left = fill(new, path, left - len(os.listdir(path)))
         else:
             new.symlink_to(path.absolute())
+    return left
 
 
 class OverwriteError(SystemExit):
@@ -63,7 +66,9 @@ class FileGuard:
             return
         path = arguments[_CHANGES[event]]
         reads = event == "open" and not (arguments[2] or 0) & _WRITES
-        if reads or isinstance(path, int) or path is None:
+        # A path beside the descriptor of a folder comes from shutil.rmtree.
+        in_folder = event == "os.remove" and arguments[1] != -1
+        if reads or in_folder or isinstance(path, int) or path is None:
             return
         folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
         real = os.path.join(os.path.realpath(folder), name)
@@ -74,6 +79,8 @@ class FileGuard:
             return
         if not os.path.lexists(real):
             self.outside.add(real)
-        elif os.path.isfile(real) and os.lstat(real).st_ctime < self._began:
+        elif (os.path.isfile(real) or os.path.isdir(real)) and os.lstat(
+            real
+        ).st_ctime < self._began:
             self.refused = real
             raise OverwriteError(1)

@@ -63,7 +63,7 @@ def test_files_are_read_by_relative_paths(folders: tuple[Path, Path]) -> None:
 
 
 GUARDED = """
-import os, sys
+import os, shutil, sys
 from mpistrat.tools.verify.working_folder import FileGuard
 
 guard = FileGuard(".", float(sys.argv[2]) or None)
@@ -96,6 +96,7 @@ def guarded(folder: Path, statement: str, began: float = 0.0) -> tuple[int, str]
         ("os.open('train.py', os.O_RDWR)", "train.py"),
         ("os.truncate('train.py', 0)", "train.py"),
         ("os.remove('SOURCE/train.py')", "train.py"),
+        ("shutil.rmtree('SOURCE/data')", "data"),
         ("open('new', 'w').close(); os.replace('new', 'SOURCE/train.py')", "train.py"),
     ],
 )
@@ -106,7 +107,8 @@ def test_no_file_of_the_user_is_overwritten(
     code, output = guarded(work, statement.replace("SOURCE", str(source)), time.time() + 60)
     assert code == 1
     assert output == f"{source / name} []"
-    assert (source / name).read_text() == f"my {name}"
+    for file in ("data/deep/x.txt", "train.py"):
+        assert (source / file).read_text() == f"my {file}"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,7 @@ def test_no_file_of_the_user_is_overwritten(
         "os.makedirs('out'); open('out/x', 'w')",
         "open('new', 'w').close(); os.replace('new', 'train.py')",
         "os.remove('train.py')",
+        "shutil.rmtree('data')",
         "open('/dev/null', 'w')",
     ],
 )
@@ -124,6 +127,15 @@ def test_the_run_may_write_its_own_files(folders: tuple[Path, Path], statement: 
     source, work = folders
     assert guarded(work, statement, time.time() + 60) == (0, " []")
     assert (source / "train.py").read_text() == "my train.py"
+
+
+def test_a_large_folder_is_a_link(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    source, _ = folders
+    work = tmp_path / "other"
+    work.mkdir()
+    assert working_folder.fill(work, source, 1) == 0
+    assert not (work / "data").is_symlink()
+    assert (work / "data" / "deep").is_symlink()
 
 
 def test_new_files_elsewhere_are_noted(folders: tuple[Path, Path]) -> None:
