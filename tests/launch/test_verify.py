@@ -72,7 +72,8 @@ REFUSES = """
 import mpistrat as ms
 strategy = ms.MultiWorkerMirroredStrategy()
 assert strategy.num_replicas_in_sync > 1, "I need two ranks"
-variable = ms.Variable(0.0)
+with strategy.scope():
+    variable = ms.Variable(0.0)
 variable.assign(1.0)
 """
 

@@ -1,4 +1,7 @@
-"""Records the variables of a program. A round ends when a variable that the round has assigned is assigned again."""
+"""Records the mirrored variables of a program, in rounds.
+
+A round ends when a variable that the round has assigned is assigned again.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.context import current_local_replica
-from mpistrat.reduce_op import VariableSynchronization
 from mpistrat.tools.verify.recording import Recording, Sample, Step, sample
-from mpistrat.variables.variable import Variable
+from mpistrat.variables.variable import MirroredVariable, Variable
 
 
 class VariableRounds:
@@ -48,8 +50,8 @@ class VariableRounds:
     def _recorded(self, assign: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         @functools.wraps(assign)
         def recorded(variable: Any, value: Any) -> Any:
-            of_replica = variable.synchronization is VariableSynchronization.ON_READ
-            if of_replica or current_local_replica() not in (0, None):
+            is_equal = isinstance(variable, MirroredVariable)  # on all replicas
+            if not is_equal or current_local_replica() not in (0, None):
                 return assign(variable, value)
             self._known.setdefault(id(variable), variable)
             key = f"variable {variable.name} (number {[*self._known].index(id(variable))})"
