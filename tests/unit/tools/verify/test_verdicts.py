@@ -248,6 +248,18 @@ def test_without_a_fact_no_cause_is_named() -> None:
     assert cause.endswith("the split is not the cause.")
 
 
+def test_whole_batches_prove_nothing_after_their_first_step() -> None:
+    """With a sum of gradients, their first step is too long already."""
+    ranks = parts()
+    for rank in ranks:
+        rank.steps[1].tensors["gradients"]["0"] = sample(WEIGHTS[::-1])
+    other = recording()
+    other.steps[1].tensors["gradients"]["0"] = sample(WEIGHTS * WEIGHTS)
+    found = dataclasses.replace(evidence(ranks), whole=[other])
+    assert found.found.number == 1
+    assert causes_of(found) == []
+
+
 def test_a_report_has_15_lines_at_most() -> None:
     ranks = parts()
     for rank in ranks:
