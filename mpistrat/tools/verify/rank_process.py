@@ -68,7 +68,12 @@ class StepRecorder:
 
 
 def main(
-    program: list[str], steps: int, folder: str, shaken: bool, gloo: bool, whole: bool
+    program: list[str],
+    steps: int,
+    folder: str,
+    shaken: bool = False,
+    gloo: bool = False,
+    whole: bool = False,
 ) -> None:
     """Run `program`, and write the recording into `folder`.
 

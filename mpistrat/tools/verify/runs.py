@@ -46,14 +46,7 @@ class Runs:
     by_run: bool
 
     def start(
-        self,
-        name: str,
-        program: Sequence[str],
-        ranks: int,
-        *,
-        shaken: bool = False,
-        gloo: bool = False,
-        whole: bool = False,
+        self, name: str, program: Sequence[str], ranks: int, **kinds: bool
     ) -> list[Recording]:
         """Run `program` up to the last step to record, and return the recordings of all ranks.
 
@@ -61,18 +54,17 @@ class Runs:
             name: a name for the folder of the run.
             program: the absolute path of the script, and its arguments.
             ranks: number of ranks; 1 without a launcher.
-            shaken, gloo, whole: see `rank_process.main`.
+            kinds: `shaken`, `gloo` and `whole` of `rank_process.main`.
         Raises: FailedRunError.
         """
         folder = self.folder / name
         work = folder / "files"
         work.mkdir(parents=True)
         working_folder.fill(work, Path.cwd())
-        asked = {"program": [*program], "steps": self.steps, "folder": str(folder)}
-        asked |= {"shaken": shaken, "gloo": gloo, "whole": whole}
+        asked = {"program": program, "steps": self.steps, "folder": str(folder), **kinds}
         words = [sys.executable, "-m", _RANK]
         if self.by_run:
-            keeps = ["--keep-backend"] if gloo else []
+            keeps = ["--keep-backend"] if kinds.get("gloo") else []
             words = [sys.executable, "-m", "mpistrat", "run", *keeps, "-m", _RANK]
         if ranks > 1:
             words = [*launcher_words(self.launch, ranks), *words]
