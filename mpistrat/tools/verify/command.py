@@ -65,15 +65,16 @@ def _verdict(runs: Runs, program: list[str], alone: list[str], ranks: int) -> tu
     """
     reference = _on_one_rank(runs, program, alone, ranks)
     found = runs.start("ranks", program, ranks)
-    gloo = runs.by_run and not _have_same_batches(reference, found)
-    if gloo:
-        reference = runs.start("gloo", alone, ranks, gloo=True)
-    control = runs.start("control", alone, len(reference), gloo=gloo, shaken=True)
+    is_ported = alone != program
+    if runs.by_run and not is_ported and not _have_same_batches(reference, found):
+        reference = runs.start("gloo", program, ranks, gloo=True)
+    count = len(reference)
+    control = runs.start("control", alone, count, gloo=count > 1, shaken=True)
     if not is_repeatable(reference[0], control[0]):
         raise FailedRunError(
             "two runs on 1 rank differ by more than rounding; seed all random numbers of the program"
         )
-    verdict = compare(reference[0], control[0], found)
+    verdict = compare(reference, control[0], found)
     if verdict.difference is None:
         if {len(rank.steps) for rank in found} != {len(reference[0].steps)}:
             return report.other_number_of_steps(reference, found), DIFFERENT

@@ -49,28 +49,30 @@ class Verdict:
     limit: float
 
 
-def compare(reference: Recording, control: Recording, ranks: list[Recording]) -> Verdict:
+def compare(references: list[Recording], control: Recording, ranks: list[Recording]) -> Verdict:
     """Compare the steps that all runs have.
 
     Args:
-        reference: the run that is right by definition.
-        control: the same run with numbers that were changed by rounding.
+        references: the run that is right by definition: one rank, or as many ranks as `ranks`.
+        control: the first rank of the same run with numbers that were changed by rounding.
         ranks: the ranks to judge.
     """
+    first = references[0]
     rounding: dict[tuple[str, str], float] = {}  # it grows in a training, so that it never falls
-    largest = (0.0, FLOOR * reference.epsilon)
-    for number in range(len(reference.steps)):
+    largest = (0.0, FLOOR * first.epsilon)
+    for number in range(len(first.steps)):
         for kind in KINDS:
-            shaken = _distances(reference, control, number, kind)
+            shaken = _distances(first, control, number, kind)
             middle = float(np.median([*shaken.values(), 0.0]))
             for key, distance in shaken.items():
                 so_far = rounding.get((kind, key), 0.0)
                 rounding[kind, key] = max(so_far, distance, middle)
             worst = None
             for rank in ranks:
+                reference = references[rank.rank % len(references)]
                 for key, distance in _distances(reference, rank, number, kind).items():
                     limit = FACTOR * rounding.get((kind, key), 0.0)
-                    limit = max(limit, FLOOR * reference.epsilon)
+                    limit = max(limit, FLOOR * first.epsilon)
                     if distance <= limit:
                         largest = max(largest, (distance, limit))
                     elif worst is None or distance > worst.distance:
@@ -91,8 +93,8 @@ def is_repeatable(reference: Recording, control: Recording) -> bool:
 
 
 def _distances(reference: Recording, other: Recording, number: int, kind: str) -> dict[str, float]:
-    """Return the distance of each tensor of a kind in a step; {} if `other` has no such step."""
-    if number >= len(other.steps):
+    """Return the distance of each tensor of a kind in a step; {} if a run has no such step."""
+    if number >= min(len(reference.steps), len(other.steps)):
         return {}
     mine = reference.steps[number].tensors.get(kind, {})
     theirs = other.steps[number].tensors.get(kind, {})

@@ -29,7 +29,8 @@ def equal(verdict: Verdict, reference: list[Recording], ranks: list[Recording]) 
 def different(evidence: Evidence, causes: list[str]) -> list[str]:
     """Return the lines for the first difference of two runs, and its causes."""
     found = evidence.found
-    reference = evidence.samples(evidence.reference)[0]
+    references = evidence.samples(evidence.reference)
+    reference = references[found.rank % len(references)]
     labels = evidence.reference[0].labels | evidence.ranks[0].labels
     tensor = f"{_KINDS[found.kind]} of {labels.get(found.key, found.key)}"
     ranks = [rank.rank for rank in evidence.ranks]

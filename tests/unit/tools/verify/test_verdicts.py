@@ -44,7 +44,7 @@ def parts(*, factor: float = 1.0, ranks: int = 2) -> list[Recording]:
 
 
 def judged(ranks: list[Recording]) -> Verdict:
-    return compare(recording(), CONTROL, ranks)
+    return compare([recording()], CONTROL, ranks)
 
 
 def evidence(ranks: list[Recording], reference: Recording | None = None) -> Evidence:
@@ -74,10 +74,19 @@ def test_rounding_is_no_difference(factor: float) -> None:
     assert lines[0] == "EQUAL up to rounding: 2 ranks compute as 1 rank in 3 steps."
 
 
+def test_ranks_on_gloo_are_compared_rank_by_rank() -> None:
+    """As buffers of batch norms, which DDP leaves to each rank."""
+    references = [recording(0), recording(1, factor=1.5)]
+    assert compare(references, CONTROL, [recording(0), recording(1, factor=1.5)]).difference is None
+    found = compare(references, CONTROL, [recording(0), recording(1)]).difference
+    assert found is not None
+    assert found.rank == 1
+
+
 def test_the_control_raises_the_limit() -> None:
     """A program whose numbers are as unstable as its control's is right."""
     ranks = parts(factor=1 + 1e-9)
-    assert compare(recording(), recording(factor=1 + 1e-10), ranks).difference is None
+    assert compare([recording()], recording(factor=1 + 1e-10), ranks).difference is None
     assert judged(ranks).difference is not None
     assert is_repeatable(recording(), CONTROL)
     assert not is_repeatable(recording(), recording(factor=1.5))
@@ -89,9 +98,9 @@ def test_nan_is_equal_to_nan_alone() -> None:
     for run in (reference, CONTROL, *ranks):
         run.steps[0].tensors["gradients"] = {"0": sample(np.array([np.nan, 1.0]))}
     try:
-        assert compare(reference, CONTROL, ranks).difference is None
+        assert compare([reference], CONTROL, ranks).difference is None
         ranks[1].steps[0].tensors["gradients"] = {"0": sample(np.array([1.0, 1.0]))}
-        assert compare(reference, CONTROL, ranks).difference is not None
+        assert compare([reference], CONTROL, ranks).difference is not None
     finally:
         CONTROL.steps[0].tensors["gradients"] = {"0": sample(WEIGHTS * (1 + 2 * EPSILON))}
 
@@ -101,7 +110,7 @@ def test_integers_have_no_rounding() -> None:
     reference = recording()
     for run, count in ((reference, 1 << 40), (ranks[0], (1 << 40) + 1), (ranks[1], 1 << 40)):
         run.steps[1].tensors["buffers"] = {"seen": sample(np.array(count))}
-    found = compare(reference, reference, ranks).difference
+    found = compare([reference], reference, ranks).difference
     assert found is not None
     assert (found.number, found.kind, found.key, found.rank) == (1, "buffers", "seen", 0)
 
