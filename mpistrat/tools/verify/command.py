@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import tempfile
@@ -92,17 +93,17 @@ def _on_one_rank(runs: Runs, program: list[str], alone: list[str], ranks: int) -
         return runs.start("one", alone, 1)
     except OverwritingRunError:
         raise
-    except FailedRunError as error:
-        if "init_process_group" in str(error):
-            raise FailedRunError(
-                f"{error}. Try --run: the program uses torch.distributed"
-            ) from None
-        if alone != program:
-            raise
-        runs.start("ranks of a program that refuses one", program, ranks)
-        raise FailedRunError(
-            f"the program refuses 1 rank, and runs on {ranks}, so there is no run to compare with: {error}"
-        ) from None
+    except FailedRunError as failure:
+        if "torch.distributed" in str(failure) and not runs.by_run:
+            raise FailedRunError(f"{failure}. It uses torch.distributed: try --run") from None
+        error = failure
+    if alone == program:
+        with contextlib.suppress(FailedRunError):
+            runs.start("ranks of a program that refuses one", program, ranks)
+            error = FailedRunError(
+                f"the program refuses 1 rank, and runs on {ranks}, so there is no run to compare with: {error}"
+            )
+    raise error
 
 
 def _have_same_batches(reference: list[Recording], ranks: list[Recording]) -> bool:
