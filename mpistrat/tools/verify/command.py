@@ -76,6 +76,8 @@ def _verdict(runs: Runs, program: list[str], alone: list[str], ranks: int) -> tu
             "two runs on 1 rank differ by more than rounding; seed all random numbers of the program"
         )
     verdict = compare(reference, control[0], found)
+    if verdict.steps == 0 and verdict.difference is None:
+        raise FailedRunError("rounding alone changes the first step beyond recognition")
     if verdict.difference is None:
         if {len(rank.steps) for rank in found} != {len(reference[0].steps)}:
             return report.other_number_of_steps(reference, found), DIFFERENT

@@ -15,6 +15,8 @@ FLOOR = 64.0
 # The kinds of tensors of a step, in the order in which the program computes them.
 KINDS = ("before", "gradients", "buffers", "values")
 _NOT_REPEATABLE = 1e-3  # a part of the norm
+# Where rounding changes a tensor by such a part of the norm, a program is chaotic: its steps are not compared.
+_CHAOTIC = 0.5
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,14 @@ class FirstDifference:
 class Verdict:
     """The first difference; None if all is equal up to rounding.
 
-    Attributes: largest, limit: the largest distance that rounding explains, and its limit.
+    Attributes:
+        steps: number of steps that were compared; fewer than there are, if rounding has changed the rest beyond
+            recognition.
+        largest, limit: the largest distance that rounding explains, and its limit.
     """
 
     difference: FirstDifference | None
+    steps: int
     largest: float
     limit: float
 
@@ -67,6 +73,8 @@ def compare(references: list[Recording], control: Recording, ranks: list[Recordi
             for key, distance in shaken.items():
                 so_far = rounding.get((kind, key), 0.0)
                 rounding[kind, key] = max(so_far, distance, middle)
+            if max(rounding.values(), default=0.0) > _CHAOTIC:
+                return Verdict(None, number, *largest)
             worst = None
             for rank in ranks:
                 reference = references[rank.rank % len(references)]
@@ -78,16 +86,17 @@ def compare(references: list[Recording], control: Recording, ranks: list[Recordi
                     elif worst is None or distance > worst.distance:
                         worst = FirstDifference(number, kind, key, rank.rank, distance, limit)
             if worst is not None:
-                return Verdict(worst, *largest)
-    return Verdict(None, *largest)
+                return Verdict(worst, number, *largest)
+    return Verdict(None, len(first.steps), *largest)
 
 
 def is_repeatable(reference: Recording, control: Recording) -> bool:
     """Whether the control begins as `reference` does."""
+    most = max(_NOT_REPEATABLE, 16 * reference.epsilon)
     kinds = ("before", "gradients") if "before" in reference.steps[0].tensors else ("values",)
     for kind in kinds:
         distances = _distances(reference, control, 0, kind)
-        if max(distances.values(), default=0.0) > _NOT_REPEATABLE:
+        if max(distances.values(), default=0.0) > most:
             return False
     return True
 

@@ -19,11 +19,13 @@ _KINDS = {
 
 def equal(verdict: Verdict, reference: list[Recording], ranks: list[Recording]) -> list[str]:
     """Return the lines for runs that are equal up to rounding."""
-    return [
-        f"EQUAL up to rounding: {len(ranks)} ranks compute as {_named(reference)} in {len(ranks[0].steps)} steps.",
+    lines = [
+        f"EQUAL up to rounding: {len(ranks)} ranks compute as {_named(reference)} in {verdict.steps} steps.",
         f"  The largest difference is {verdict.largest:.1e} of the norm; rounding explains {verdict.limit:.1e}.",
-        *_notes([*reference, *ranks]),
     ]
+    if verdict.steps < len(reference[0].steps):
+        lines.append("  In later steps rounding alone changes the numbers beyond recognition.")
+    return lines + _notes([*reference, *ranks])
 
 
 def different(evidence: Evidence, causes: list[str]) -> list[str]:

@@ -75,12 +75,15 @@ class FileGuard:
         if event in ("open", "os.truncate"):  # they follow a link
             real = os.path.realpath(real)
         is_own = real.startswith((self._folder, *_SYSTEM))
-        if is_own or _CACHES.intersection(real.split(os.sep)):
+        if not is_own and not _CACHES.intersection(real.split(os.sep)):
+            self._check(real)
+
+    def _check(self, path: str) -> None:
+        """Raise OverwriteError if `path` was there before the run."""
+        if not os.path.lexists(path):
+            self.outside.add(path)
             return
-        if not os.path.lexists(real):
-            self.outside.add(real)
-        elif (os.path.isfile(real) or os.path.isdir(real)) and os.lstat(
-            real
-        ).st_ctime < self._began:
-            self.refused = real
+        is_data = os.path.isfile(path) or os.path.isdir(path)  # no pipe, no device
+        if is_data and os.lstat(path).st_ctime < self._began:
+            self.refused = path
             raise OverwriteError(1)

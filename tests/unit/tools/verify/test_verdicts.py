@@ -92,6 +92,19 @@ def test_the_control_raises_the_limit() -> None:
     assert not is_repeatable(recording(), recording(factor=1.5))
 
 
+def test_chaos_is_not_judged() -> None:
+    """Where rounding alone changes the numbers beyond recognition, nothing is compared."""
+    control = recording()
+    control.steps[1].tensors["values"]["0"] = sample(WEIGHTS * -3)
+    ranks = parts()
+    ranks[0].steps[1].tensors["values"]["0"] = sample(WEIGHTS * 1e6)
+    verdict = compare([recording()], control, ranks)
+    assert (verdict.difference, verdict.steps) == (None, 1)
+    lines = report.equal(verdict, [recording()], ranks)
+    assert lines[0].endswith("in 1 steps.")
+    assert lines[2] == "  In later steps rounding alone changes the numbers beyond recognition."
+
+
 def test_nan_is_equal_to_nan_alone() -> None:
     ranks = parts()
     reference = recording()
