@@ -46,7 +46,7 @@ class TorchSteps:
         self._roots: list[Module] = []  # the modules that the program calls
         self._optimizers: list[Optimizer] = []
         self._depth = 0  # calls of modules around this code
-        self._random_state = torch.get_rng_state()  # at the last forward
+        self._random_state: Tensor | None = None  # at the first forward since the last backward()
 
     def watch(self) -> None:
         """Replace functions of torch and register hooks. Called by: the process of a run, once."""
@@ -74,8 +74,9 @@ class TorchSteps:
 
     def _recorded_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         def recorded(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            is_same = torch.equal(torch.get_rng_state(), self._random_state)
-            self._step.draws |= bool(self._step.examples) and not is_same
+            if self._random_state is not None:
+                self._step.draws |= not torch.equal(torch.get_rng_state(), self._random_state)
+                self._random_state = None
             backward(loss, *args, **kwargs)
             self._step.losses.append((float(loss.detach().sum()), _share()))
 
@@ -103,7 +104,8 @@ class TorchSteps:
         if module._backward_hooks or module._backward_pre_hooks:
             self._recording.hooks.add(type(module).__name__)
         if self._depth == 0 and torch.is_grad_enabled():
-            self._random_state = torch.get_rng_state()
+            if self._random_state is None:
+                self._random_state = torch.get_rng_state()
             self._note_inputs([_on_host(tensor) for tensor in _tensors([args, kwargs])])
 
     def _note_inputs(self, inputs: list[Array]) -> None:
