@@ -197,9 +197,8 @@ def _whole_batches(evidence: Evidence) -> str:
     sizes = [len(step.examples) for step in evidence.steps(evidence.ranks)]
     begin = "Ranks that each compute whole batches are right, so the loss does not split"
     if len({*sizes}) > 1:
-        return (
-            f"{begin}: a mean over unequal parts, of {sizes[:8]} examples (boxes, pixels, tokens)."
-        )
+        unequal = f"{begin}: a mean over unequal parts, of {sizes[:8]} examples"
+        return f"{unequal}, or over boxes, tokens, pairs or the k largest."
     return f"{begin}: it is no mean over examples (pairs, the k largest, class weights, masks)."
 
 
