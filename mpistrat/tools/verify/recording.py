@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
 MOST_ELEMENTS = 512  # of a tensor are kept; a larger tensor gives elements at equal distances
 
 
@@ -26,7 +22,7 @@ class Sample:
         exact: whether it has integers, so that rounding cannot change it.
     """
 
-    values: Array
+    values: np.ndarray
     size: int
     norm: float
     digest: int
@@ -71,6 +67,7 @@ class Recording:
         outside: new files outside the run's folder that the program has written.
         refused: the existing file that the program wanted to overwrite; "" if none.
         epsilon: the largest machine epsilon of the numbers that the training computes with.
+        by_files: whether the program read a dataset whose files are dealt out to the ranks.
     """
 
     rank: int
@@ -82,13 +79,14 @@ class Recording:
     outside: set[str] = field(default_factory=set)
     refused: str = ""
     epsilon: float = 0.0
+    by_files: bool = False
 
 
-def sample(array: Array) -> Sample:
+def sample(array: np.ndarray) -> Sample:
     """Return the `Sample` of an array of numbers."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    is_exact = flat.dtype.kind not in "fc"
+    flat = np.ravel(array)
     numbers = flat.view(flat.real.dtype).astype(np.float64)
-    stride = math.ceil(numbers.size / MOST_ELEMENTS) or 1
+    some = numbers[:: numbers.size // MOST_ELEMENTS + 1].copy()
     norm = float(np.linalg.norm(numbers))
-    return Sample(numbers[::stride].copy(), numbers.size, norm, zlib.crc32(flat.data), is_exact)
+    is_exact = flat.dtype.kind not in "fc"
+    return Sample(some, numbers.size, norm, zlib.crc32(flat.data), is_exact)

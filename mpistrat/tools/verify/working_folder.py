@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from mpistrat.tools.verify.recording import Recording
+
 MOST_LINKS = 2_000  # in subfolders
-_CACHES = {".cache", ".triton", "__pycache__"}
-_SYSTEM = ("/dev/", "/proc/", "/sys/", "/memfd:")
+_FREE = re.compile(r"/(dev|proc|sys)/|/memfd:|.*/(\.cache|\.triton|__pycache__)/")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # The audit events of calls that write or replace a file, and the number of the argument that has its path.
 _CHANGES = {"open": 0, "os.truncate": 0, "os.remove": 0, "shutil.rmtree": 0, "os.rename": 1}
@@ -23,67 +24,53 @@ def fill(folder: Path, source: Path, left: int = MOST_LINKS) -> int:
     themselves, and so do subfolders with more than `left` entries.
     Returns: the number of links that may still be made in subfolders.
     """
-    for path in sorted(source.iterdir()):
+    for path in source.iterdir():
         new = folder / path.name
+        count = left + 1
         is_hidden = path.name.startswith(".") or path.is_symlink()
-        is_folder = path.is_dir() and not is_hidden and os.access(path, os.R_OK)
-        if is_folder and len(os.listdir(path)) <= left:
+        if path.is_dir() and not is_hidden and os.access(path, os.R_OK):
+            count = len(os.listdir(path))
+        if count <= left:
             new.mkdir()
-            left = fill(new, path, left - len(os.listdir(path)))
+            left = fill(new, path, left - count)
         else:
             new.symlink_to(path.absolute())
     return left
 
 
-class OverwriteError(SystemExit):
-    """The program wanted to overwrite a file. It also ends a program that catches `Exception`."""
+def guard(recording: Recording, folder: str, began: float) -> None:
+    """Have this process end before it overwrites or removes a file that was there before the run.
 
-
-class FileGuard:
-    """Stops the program before it overwrites or removes a file that was there before the run.
-
+    SystemExit also ends a program that catches `Exception`.
     Args:
+        recording: gets new files as `outside`, and the file that the program wanted to overwrite as `refused`.
         folder: the run's own folder.
-        began: the time when the run began, in seconds; files that were changed since then are the run's. By default a
-            second ago, because clocks of file systems are coarse.
-
-    Attributes:
-        outside: new files outside `folder` that the program has written.
-        refused: the file that the program wanted to overwrite; "" if none.
-        is_on: whether the guard looks at calls.
+        began: the time when the run began, in seconds; files that were changed since then are the run's.
     """
+    own = os.path.realpath(folder)
 
-    def __init__(self, folder: str, began: float | None = None) -> None:
-        self._folder = os.path.realpath(folder)
-        self._began = time.time() - 1.0 if began is None else began
-        self.outside: set[str] = set()
-        self.refused = ""
-        self.is_on = True
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.is_on or event not in _CHANGES:
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "mpistrat.servers":
+            raise SystemExit("mpistrat verify compares no jobs with parameter servers")
+        recording.by_files |= event == "mpistrat.files"
+        if event not in _CHANGES:
             return
         path = arguments[_CHANGES[event]]
-        reads = event == "open" and not (arguments[2] or 0) & _WRITES
+        reads = event == "open" and not arguments[2] & _WRITES
         # A path beside the descriptor of a folder comes from shutil.rmtree.
         in_folder = event == "os.remove" and arguments[1] != -1
-        if reads or in_folder or isinstance(path, int) or path is None:
+        if reads or in_folder or path is None or isinstance(path, int):
             return
-        folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
-        real = os.path.join(os.path.realpath(folder), name)
+        parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+        real = os.path.join(os.path.realpath(parent), name)
         if event in ("open", "os.truncate"):  # they follow a link
             real = os.path.realpath(real)
-        is_own = real.startswith((self._folder, *_SYSTEM))
-        if not is_own and not _CACHES.intersection(real.split(os.sep)):
-            self._check(real)
-
-    def _check(self, path: str) -> None:
-        """Raise OverwriteError if `path` was there before the run."""
-        if not os.path.lexists(path):
-            self.outside.add(path)
+        if real.startswith(own) or _FREE.match(real):
             return
-        is_data = os.path.isfile(path) or os.path.isdir(path)  # no pipe, no device
-        if is_data and os.lstat(path).st_ctime < self._began:
-            self.refused = path
-            raise OverwriteError(1)
+        if not os.path.lexists(real):
+            recording.outside.add(real)
+        elif os.lstat(real).st_ctime < began:
+            recording.refused = real
+            raise SystemExit(1)
+
+    sys.addaudithook(hear)

@@ -63,17 +63,18 @@ def test_files_are_read_by_relative_paths(folders: tuple[Path, Path]) -> None:
 
 
 GUARDED = """
-import os, shutil, sys
-from mpistrat.tools.verify.working_folder import FileGuard
+import os, shutil, sys, time
+from mpistrat.tools.verify.recording import Recording
+from mpistrat.tools.verify.working_folder import guard
 
-guard = FileGuard(".", float(sys.argv[2]) or None)
+recording = Recording(0)
+guard(recording, ".", float(sys.argv[2]) or time.time() - 1)
 try:
     exec(sys.argv[1])
 except Exception:
     print("caught")
 finally:
-    guard.is_on = False
-    print(guard.refused, sorted(guard.outside))
+    print(recording.refused, sorted(recording.outside))
 """
 
 
