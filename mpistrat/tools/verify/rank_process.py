@@ -44,7 +44,7 @@ def main(
     """
     claim = read_claim()
     recording = Recording((claim and claim.rank) or 0)
-    # Seeds as in a job without seeds. Rank 0 has the numbers of the run on one rank.
+    # Unlike seeds, as in a job without seeds. Rank 0 has the numbers of the run on one rank.
     random.seed(recording.rank)
     np.random.seed(recording.rank)
     rounds = variable_rounds.watch(recording, steps, shaken)
@@ -58,6 +58,8 @@ def main(
         for module in (splitting, shards):
             module.slice_bounds = lambda batch_size, piece, num_pieces: (0, batch_size)  # type: ignore[attr-defined]
         GivenSteps.begin_backward = lambda steps, weighs: None  # type: ignore
+    for earlier in Path(folder).parent.glob("*/*.recording"):
+        recording.outside |= pickle.loads(earlier.read_bytes()).outside
     os.chdir(f"{folder}/files")
     sys.argv = program
     sys.path[0] = os.path.dirname(os.path.realpath(program[0]))

@@ -53,12 +53,13 @@ def watch(recording: Recording, most: int, *, shaken: bool) -> None:
     Args:
         recording: gets the steps and facts.
         most: number of steps to record.
-        shaken: whether parameters are changed by rounding after each step, for the control.
+        shaken: whether parameters are changed by rounding before each step, for the control.
     """
     global _recording, _most, _is_shaken
     _recording = recording
     _most = most
     _is_shaken = shaken
+    torch.manual_seed(recording.rank)  # as in a job without seeds
     Module.__call__ = _recorded_call  # type: ignore[method-assign]
     Tensor.backward = _recorded_backward  # type: ignore[assignment, method-assign]
     for name in _DROPOUTS:
@@ -159,6 +160,8 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not is_over or hooks.has_closure(args, kwargs):
         _note("gradients", {key: p.grad for key, p in parameters.items() if p.grad is not None})
     if not is_over:
+        if _is_shaken:
+            _shake(parameters)
         _note("before", parameters)
         return
     _note("values", parameters)
@@ -169,10 +172,13 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _step = Step()
     if len(_recording.steps) >= _most:
         raise SystemExit(0)
-    if _is_shaken:
-        for parameter in parameters.values():
-            noise = torch.sin(parameter.data.float() * 1e6)
-            parameter.data.mul_(1 + 2 * _recording.epsilon * noise)
+
+
+def _shake(parameters: dict[str, Tensor]) -> None:
+    """Change parameters by up to 2 epsilon of each number. A sine is noise that draws no random numbers."""
+    for parameter in parameters.values():
+        noise = torch.sin(parameter.data.float() * 1e6)
+        parameter.data.mul_(1 + 2 * _recording.epsilon * noise)
 
 
 def _note(kind: str, tensors: dict[str, Tensor]) -> None:

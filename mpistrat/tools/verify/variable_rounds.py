@@ -30,7 +30,7 @@ def watch(recording: Recording, most: int, shaken: bool) -> list[Step]:
 
     def recorded(variable: MirroredVariable, method: str, operand: Any) -> Any:
         result = update(variable, method, operand)
-        if current_local_replica() not in (0, None):
+        if current_local_replica():  # not the first replica of the rank
             return result
         number = numbers.setdefault(variable, len(numbers))
         key = f"variable {variable.name} (number {number})"

@@ -18,7 +18,7 @@ _CHANGES = {"open": 0, "os.truncate": 0, "os.remove": 0, "shutil.rmtree": 0, "os
 
 
 def fill(folder: Path, source: Path, left: int = MOST_LINKS) -> int:
-    """Make links in `folder` to the files of `source`, so that relative paths find them.
+    """Make links in `folder` to the files of `source`, an absolute path, so that relative paths find them.
 
     Subfolders become folders of links, so that new files in them are files of the run. Hidden subfolders become links
     themselves, and so do subfolders with more than `left` entries.
@@ -34,7 +34,7 @@ def fill(folder: Path, source: Path, left: int = MOST_LINKS) -> int:
             new.mkdir()
             left = fill(new, path, left - count)
         else:
-            new.symlink_to(path.absolute())
+            new.symlink_to(path)
     return left
 
 
@@ -43,7 +43,8 @@ def guard(recording: Recording, folder: str, began: float) -> None:
 
     SystemExit also ends a program that catches `Exception`.
     Args:
-        recording: gets new files as `outside`, and the file that the program wanted to overwrite as `refused`.
+        recording: gets new files as `outside`, and the file that the program wanted to overwrite as `refused`. Files
+            that are in `outside` already are of earlier runs, and may be overwritten.
         folder: the run's own folder.
         began: the time when the run began, in seconds; files that were changed since then are the run's.
     """
@@ -67,7 +68,7 @@ def guard(recording: Recording, folder: str, began: float) -> None:
             real = os.path.realpath(real)
         if real.startswith(own) or _FREE.match(real):
             return
-        if not os.path.lexists(real):
+        if real in recording.outside or not os.path.lexists(real):
             recording.outside.add(real)
         elif os.lstat(real).st_ctime < began:
             recording.refused = real
