@@ -65,7 +65,6 @@ def watch(recording: Recording, most: int, *, shaken: bool) -> None:
     for name in _DROPOUTS:
         setattr(functional, name, _no_dropout)
     step_hooks.register_optimizer_step_pre_hook(_note_step)
-    step_hooks.register_optimizer_step_post_hook(_note_step)
 
 
 def use_gloo() -> None:
@@ -149,6 +148,8 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global _step
     if current_local_replica() or hooks.is_twin(optimizer):
         return
+    if not _optimizers:  # after the hook that ends steps of shared parameters
+        step_hooks.register_optimizer_step_post_hook(_note_step)
     place = _optimizers.setdefault(optimizer, len(_optimizers))
     parameters = {}
     for number, parameter in enumerate(hooks.parameters_of(optimizer)):
