@@ -11,7 +11,6 @@ import pickle
 import random
 import runpy
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,7 +62,7 @@ def main(
     os.chdir(f"{folder}/files")
     sys.argv = program
     sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
-    working_folder.guard(recording, folder, time.time() - 1.0)  # clocks of file systems are coarse
+    working_folder.guard(recording, folder)
     try:
         runpy.run_path(program[0], run_name="__main__")
     finally:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as step_hooks
 from torch.utils import _pytree as pytree
@@ -34,7 +35,6 @@ _DROPOUTS = (
 
 _call = Module.__call__
 _backward = Tensor.backward
-_init_process_group = distributed.init_process_group
 _recording = Recording(0)  # `watch` puts the process's recording here
 _most = 0  # steps to record
 _is_shaken = False
@@ -69,9 +69,10 @@ def watch(recording: Recording, most: int, *, shaken: bool) -> None:
 
 def use_gloo() -> None:
     """Have the program's default process group be of gloo."""
+    original = distributed.init_process_group
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-        _init_process_group("gloo", *args, **kwargs)
+        original("gloo", *args, **kwargs)
 
     distributed.init_process_group = init_process_group
 
@@ -115,7 +116,7 @@ def _no_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: Any 
 
 def _note_module(module: Module) -> None:
     """Note the parts of a module, and switch off the dropout of attention and RNNs, which hand it on."""
-    inner = getattr(module, "module", module)  # inside DistributedDataParallel
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
     kind = type(inner).__name__
     _roots[kind] = inner
     for name, part in [*inner.named_parameters(prefix=kind), *inner.named_modules(prefix=kind)]:
@@ -131,8 +132,7 @@ def _note_module(module: Module) -> None:
 
 def _note_inputs(arguments: list[Any]) -> None:
     _random_states.append(torch.get_rng_state())
-    leaves = pytree.tree_leaves(arguments)
-    inputs = [_on_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    inputs = [_on_host(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     for array in inputs:
         _step.inputs += np.abs(array).sum(dtype=float)
     if inputs and inputs[0].ndim:
@@ -157,14 +157,15 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parameters[key] = parameter
         _recording.labels[key] = _names.get(parameter, key)
         _note_precision(parameter)
-    is_over = "before" in _step.tensors
-    if not is_over or hooks.has_closure(args, kwargs):
-        _note("gradients", {key: p.grad for key, p in parameters.items() if p.grad is not None})
-    if not is_over:
+    gradients = {key: p.grad for key, p in parameters.items() if p.grad is not None}
+    if "before" not in _step.tensors:
         if _is_shaken:
             _shake(parameters)
         _note("before", parameters)
+        _note("gradients", gradients)
         return
+    if hooks.has_closure(args, kwargs):
+        _note("gradients", gradients)
     _note("values", parameters)
     for kind, root in _roots.items():
         _note("buffers", dict(root.named_buffers(prefix=kind)))

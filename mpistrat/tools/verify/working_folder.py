@@ -15,6 +15,10 @@ _FREE = re.compile(r"/(dev|proc|sys)/|/memfd:|.*/(\.cache|\.triton|__pycache__)/
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # The audit events of calls that write or replace a file, and the number of the argument that has its path.
 _CHANGES = {"open": 0, "os.truncate": 0, "os.remove": 0, "shutil.rmtree": 0, "os.rename": 1}
+_FOLLOWS = (
+    "open",
+    "os.truncate",
+)  # these change the file that a link leads to, and the others the link
 
 
 def fill(folder: Path, source: Path, left: int = MOST_LINKS) -> int:
@@ -38,16 +42,16 @@ def fill(folder: Path, source: Path, left: int = MOST_LINKS) -> int:
     return left
 
 
-def guard(recording: Recording, folder: str, began: float) -> None:
+def guard(recording: Recording, folder: str) -> None:
     """Have this process end before it overwrites or removes a file that was there before the run.
 
     SystemExit also ends a program that catches `Exception`.
     Args:
         recording: gets new files as `outside`, and the file that the program wanted to overwrite as `refused`. Files
             that are in `outside` already are of earlier runs, and may be overwritten.
-        folder: the run's own folder.
-        began: the time when the run began, in seconds; files that were changed since then are the run's.
+        folder: the run's own folder. Nothing in it itself has changed since the run began.
     """
+    began = os.stat(folder).st_mtime
     own = os.path.realpath(folder)
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
@@ -62,16 +66,15 @@ def guard(recording: Recording, folder: str, began: float) -> None:
         in_folder = event == "os.remove" and arguments[1] != -1
         if reads or in_folder or path is None or isinstance(path, int):
             return
-        parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
-        real = os.path.join(os.path.realpath(parent), name)
-        if event in ("open", "os.truncate"):  # they follow a link
-            real = os.path.realpath(real)
-        if real.startswith(own) or _FREE.match(real):
+        real = os.path.realpath(os.fsdecode(path))
+        changed = real if event in _FOLLOWS else path
+        if _FREE.match(real) or real in recording.outside:
             return
-        if real in recording.outside or not os.path.lexists(real):
+        if os.path.lexists(changed):
+            if os.lstat(changed).st_ctime < began:
+                recording.refused = real
+                raise SystemExit(1)
+        elif not real.startswith(own):
             recording.outside.add(real)
-        elif os.lstat(real).st_ctime < began:
-            recording.refused = real
-            raise SystemExit(1)
 
     sys.addaudithook(hear)
