@@ -61,7 +61,8 @@ def main(
         recording.outside |= pickle.loads(earlier.read_bytes()).outside
     os.chdir(f"{folder}/files")
     sys.argv = program
-    sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
+    script = os.path.realpath(program[0])
+    sys.path[0] = os.path.dirname(script)
     working_folder.guard(recording, folder)
     try:
         runpy.run_path(program[0], run_name="__main__")

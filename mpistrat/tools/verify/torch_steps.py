@@ -119,7 +119,8 @@ def _note_module(module: Module) -> None:
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     kind = type(inner).__name__
     _roots[kind] = inner
-    for name, part in [*inner.named_parameters(prefix=kind), *inner.named_modules(prefix=kind)]:
+    parts = [*inner.named_parameters(prefix=kind), *inner.named_modules(prefix=kind)]
+    for name, part in parts:
         _names[part] = name
         if part._backward_hooks or getattr(part, "_post_accumulate_grad_hooks", None):
             _recording.hooks.add(name)
@@ -132,7 +133,8 @@ def _note_module(module: Module) -> None:
 
 def _note_inputs(arguments: list[Any]) -> None:
     _random_states.append(torch.get_rng_state())
-    inputs = [_on_host(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(arguments)
+    inputs = [_on_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
     for array in inputs:
         _step.inputs += np.abs(array).sum(dtype=float)
     if inputs and inputs[0].ndim:
@@ -152,12 +154,14 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         step_hooks.register_optimizer_step_post_hook(_note_step)
     place = _optimizers.setdefault(optimizer, len(_optimizers))
     parameters = {}
+    gradients = {}
     for number, parameter in enumerate(hooks.parameters_of(optimizer)):
         key = f"parameter {number} of optimizer {place}"
         parameters[key] = parameter
+        if parameter.grad is not None:
+            gradients[key] = parameter.grad
         _recording.labels[key] = _names.get(parameter, key)
         _note_precision(parameter)
-    gradients = {key: p.grad for key, p in parameters.items() if p.grad is not None}
     if "before" not in _step.tensors:
         if _is_shaken:
             _shake(parameters)

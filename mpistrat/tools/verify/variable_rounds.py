@@ -42,7 +42,8 @@ def watch(recording: Recording, most: int, shaken: bool) -> list[Step]:
         if array.dtype.kind == "f":
             recording.epsilon = float(np.finfo(array.dtype).eps)
             if shaken:
-                array = array * (1 + recording.epsilon * np.sin(1e6 * array))
+                noise = np.sin(1e6 * array)  # draws no random numbers
+                array = array * (1 + 2 * recording.epsilon * noise)
                 variable.load_state(array)
         rounds[-1].tensors["values"][key] = sample(array)
         return result
