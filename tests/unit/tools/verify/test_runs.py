@@ -69,6 +69,7 @@ from mpistrat.tools.verify.recording import Recording
 from mpistrat.tools.verify.working_folder import guard
 
 recording = Recording(0)
+recording.outside.update(sys.argv[2:])
 guard(recording, "..")
 try:
     exec(sys.argv[1])
@@ -79,9 +80,9 @@ finally:
 """
 
 
-def guarded(folder: Path, statement: str) -> tuple[int, str]:
+def guarded(folder: Path, statement: str, *earlier: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-c", GUARDED, statement],
+        [sys.executable, "-c", GUARDED, statement, *earlier],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -145,3 +146,9 @@ def test_new_files_elsewhere_are_noted(folders: tuple[Path, Path]) -> None:
     new = source / "log"
     statement = f"open({str(new)!r}, 'w').close(); open({str(new)!r}, 'a').close()"
     assert guarded(work, statement) == (0, f" [{str(new)!r}]")
+
+
+def test_files_of_earlier_runs_may_be_overwritten(folders: tuple[Path, Path]) -> None:
+    source, work = folders
+    of_run = str(source / "train.py")
+    assert guarded(work, "open('train.py', 'w')", of_run) == (0, f" [{of_run!r}]")
