@@ -64,7 +64,7 @@ def guard(recording: Recording, folder: str) -> None:
         reads = event == "open" and not arguments[2] & _WRITES
         # A path beside the descriptor of a folder comes from shutil.rmtree.
         in_folder = event == "os.remove" and arguments[1] != -1
-        if reads or in_folder or path is None or isinstance(path, int):
+        if reads or in_folder or not isinstance(path, (str, bytes, os.PathLike)):
             return
         real = os.path.realpath(os.fsdecode(path))
         changed = real if event in _FOLLOWS else path

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,22 @@ def test_steps_of_torch(tmp_path: Path) -> None:
         before = [step.tensors["before"][key].values for step in (mine, other)]
         assert not np.array_equal(*before)
         np.testing.assert_allclose(*before, rtol=1e-4)
+
+
+def test_torch_overwrites_no_file_of_the_user(tmp_path: Path) -> None:
+    kept = tmp_path / "model.pt"
+    kept.write_text("mine")
+    time.sleep(0.05)  # clocks of file systems are coarse
+    program = """
+import io, torch
+torch.save(1, io.BytesIO())
+torch.save(1, "new.pt")
+torch.save(1, "new.pt")
+torch.save(1, "../../model.pt")
+"""
+    found, _ = recorded(tmp_path / "one", program)
+    assert (found.refused, found.outside) == (str(kept), set())
+    assert kept.read_text() == "mine"
 
 
 def test_rounds_of_a_program_that_reads_files(tmp_path: Path) -> None:
