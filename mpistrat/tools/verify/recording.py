@@ -67,7 +67,7 @@ class Recording:
         outside: new files outside the run's folder that the program has written.
         refused: the existing file that the program wanted to overwrite; "" if none.
         epsilon: the largest machine epsilon of the numbers that the training computes with.
-        by_files: whether the program read a dataset whose files are dealt out to the ranks.
+        by_files: whether the program read by `FileDataset`, so that each rank has files of its own.
     """
 
     rank: int
