@@ -56,7 +56,7 @@ def watch(recording: Recording, most: int, *, shaken: bool) -> None:
     Args:
         recording: gets the steps and facts.
         most: number of steps to record.
-        shaken: whether parameters are changed by rounding before each step, for the control.
+        shaken: whether parameters are changed by rounding before and after each step, for the control.
     """
     global _recording, _most, _is_shaken
     _recording = recording
@@ -170,11 +170,12 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parameters[key] = parameter
         if parameter.grad is not None:
             gradients[key] = parameter.grad
+        if _is_shaken:
+            noise = torch.sin(parameter.data.float() * 1e6)  # draws no random numbers
+            parameter.data.mul_(1 + 2 * _recording.epsilon * noise)
         _recording.labels[key] = _names.get(parameter, key)
         _note_precision(parameter)
     if "before" not in _step.tensors:
-        if _is_shaken:
-            _shake(parameters)
         _note("before", parameters)
         _note("gradients", gradients)
         return
@@ -188,13 +189,6 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _step = Step()
     if len(_recording.steps) >= _most:
         raise SystemExit(0)
-
-
-def _shake(parameters: dict[str, Tensor]) -> None:
-    """Change parameters by up to 2 epsilon of each number. A sine is noise that draws no random numbers."""
-    for parameter in parameters.values():
-        noise = torch.sin(parameter.data.float() * 1e6)
-        parameter.data.mul_(1 + 2 * _recording.epsilon * noise)
 
 
 def _note(kind: str, tensors: dict[str, Tensor]) -> None:

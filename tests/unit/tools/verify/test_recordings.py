@@ -87,11 +87,15 @@ def test_steps_of_torch(tmp_path: Path) -> None:
         np.testing.assert_allclose(moved, 0.25 * step.tensors["gradients"][key].values, rtol=1e-4)
         assert step.tensors["buffers"]["Model.norm.num_batches_tracked"].exact
 
-    control, _ = recorded(tmp_path / "control", TORCH, shaken=True)
-    for mine, other in zip(found.steps, control.steps, strict=True):
-        before = [step.tensors["before"][key].values for step in (mine, other)]
-        assert not np.array_equal(*before)
-        np.testing.assert_allclose(*before, rtol=1e-4)
+
+def test_the_control_differs_by_rounding(tmp_path: Path) -> None:
+    found, errors = recorded(tmp_path / "one", TORCH, shaken=True)
+    assert errors == ""
+    after, before = found.steps[0].tensors["values"], found.steps[1].tensors["before"]
+    changed = [key for key in after if after[key].digest != before[key].digest]
+    assert len(changed) > len(after) / 2  # zeros stay
+    for key, sample in after.items():
+        np.testing.assert_allclose(before[key].values, sample.values, rtol=1e-6)
 
 
 def test_torch_overwrites_no_file_of_the_user(tmp_path: Path) -> None:
