@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name. Called by: every rank; for `trace` and `init`, one process.
+    """Run the command that the arguments name. Called by: every rank; for `trace`, `init` and `verify`, one process.
 
     Args: arguments: the command line without the program's name; None: that of this process.
-    Returns: the exit code: 0; 1 if the command failed, or the doctor found a problem.
+    Returns: the exit code: 0; 1 if the command failed, the doctor found a problem, or runs that are verified differ.
     Raises: SystemExit for --version and wrong usage, such as `init` on several ranks, and always for `mpistrat run`.
     """
     words = sys.argv[1:] if arguments is None else [*arguments]
@@ -44,12 +44,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=version)
     commands = top.add_subparsers(metavar="COMMAND")
     parsers = {}
-    for call in (_run, _doctor, _bench, _trace, _init):
+    for call in (_run, _doctor, _bench, _trace, _init, _verify):
         help, text, epilog = inspect.getdoc(call).split("\n\n")  # type: ignore[union-attr]
         name = call.__name__[1:]
         parsers[name] = commands.add_parser(name, help=help, description=text, epilog=epilog)
         parsers[name].set_defaults(call=call, error=parsers[name].error)
-    runs, doctor, _, trace, init = parsers.values()
+    runs, doctor, _, trace, init, verify = parsers.values()
     runs.usage = "mpistrat run [--keep-backend] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     keeps = "leave the default group on the backend that the program names"
     runs.add_argument("--keep-backend", action="store_true", help=keeps)
@@ -60,7 +60,25 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print all facts and findings as JSON")
     trace.add_argument("folder", metavar="FOLDER", help="the folder that MPISTRAT_TRACE named")
     init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to write (.)")
+    _add_arguments_of_verify(verify)
     return top
+
+
+def _add_arguments_of_verify(verify: argparse.ArgumentParser) -> None:
+    verify.usage = "mpistrat verify [OPTION ...] SCRIPT [ARGUMENT ...]"
+    ranks = "number of ranks to compare with one (2)"
+    verify.add_argument("-n", dest="ranks", type=int, default=2, metavar="N", help=ranks)
+    steps = "number of optimizer steps to compare (20)"
+    verify.add_argument("--steps", type=int, default=20, metavar="K", help=steps)
+    against = "the program for one process that SCRIPT came from"
+    verify.add_argument("--against", metavar="PLAIN", help=against)
+    starts = "start SCRIPT as `mpistrat run` does: a program of torch.distributed"
+    verify.add_argument("--run", dest="by_run", action="store_true", help=starts)
+    seconds = "the longest time of each run, in seconds (600)"
+    verify.add_argument("--seconds", type=float, default=600.0, metavar="S", help=seconds)
+    verify.add_argument("script", metavar="SCRIPT")
+    rest = verify.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    rest.required = False  # else errors name it among the missing
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -131,6 +149,33 @@ def _init(parsed: argparse.Namespace) -> int:
     from mpistrat.tools.init.command import run
 
     return run(parsed.folder, _alone(parsed))
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    """compare a training on several ranks with the same training on one rank
+
+    Runs the program on one rank and on several, each time in a fresh folder, and compares losses, gradients and
+    parameters of the first steps. It names the first tensor that differs by more than rounding, and the causes that
+    fit. Exit code 0: the runs are equal; 1: they differ; 2: they cannot be compared.
+
+    example: mpistrat verify -n 2 --steps 20 train.py --epochs 3
+    """
+    from mpistrat.tools.verify.command import run
+
+    if parsed.ranks < 2 or parsed.steps < 1:
+        parsed.error(f"-n {parsed.ranks}, --steps {parsed.steps}: they must be at least 2 and 1")
+    for script in (parsed.script, parsed.against or parsed.script):
+        if not os.path.isfile(script):
+            parsed.error(f"there is no {script!r}, seen from {os.getcwd()}")
+    return run(
+        [parsed.script, *parsed.arguments],
+        _alone(parsed),
+        against=parsed.against,
+        by_run=parsed.by_run,
+        ranks=parsed.ranks,
+        steps=parsed.steps,
+        seconds=parsed.seconds,
+    )
 
 
 def _alone(parsed: argparse.Namespace) -> Launch:

@@ -87,6 +87,8 @@ class FileReader(Reader):
         self.drop_last = dataset.drop_last
         self._splits_each = policy is AutoShardPolicy.DATA
         self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE)
+        if self._by_file:
+            sys.audit("mpistrat.files")  # `mpistrat verify` hears it
         self.ends_together = self.compares_ends = self._splits_each or share.workers == 1
         if dataset.program_collate and self._splits_each:
             self.dropped = DroppedExamples(dataset.program_collate)

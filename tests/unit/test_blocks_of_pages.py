@@ -24,6 +24,7 @@ TROUBLES = "tests/unit/test_troubleshooting.py"
 DONE = {
     "docs/migration/": "tests/launch/test_migration.py",
     "docs/tutorial/": "tests/launch/test_tutorial.py",
+    "docs/verify.md": "tests/launch/test_verify.py",
 }
 BENCH = "tests/launch/test_bench_training.py"
 RESULTS = f"{BENCH}::test_every_program_behind_the_results_runs"
@@ -51,6 +52,7 @@ COMMANDS = {
     r"mpirun -n 4 mpistrat doctor": f"{DOCTOR}::test_two_ranks",
     r"srun … mpistrat doctor": "tests/launch/test_doctor_in_slurm.py",
     r"MPISTRAT_TRACE=\S+ mpirun -n 4 python train\.py": "tests/launch/test_tracing.py::test_a_training_of_three_ranks",
+    r"mpistrat verify .*": "tests/launch/test_verify.py::test_its_page",
     r"mpistrat trace traces/run1": TRACED,
     r"(mpirun -n 2 )?python train\.py": "tests/launch/test_docs.py::test_readmes_script_can_be_pasted",
     r"mpiexec -n \d mpistrat-bench .*": "tests/unit/test_blocks_of_pages.py::test_the_bench_understands_its_commands",

@@ -235,6 +235,11 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "tools": (
+        ("verify.command",),
+        ("verify.runs", "verify.report"),
+        ("verify.rank_process", "verify.causes"),
+        ("verify.torch_steps", "verify.variable_rounds", "verify.comparison"),
+        ("verify",),
         ("init.command",),
         ("init",),
         ("timeline",),

@@ -30,6 +30,7 @@ FILES = {
     "pytorch/writes_by_hand.py",
     "torch_distributed/default_backend.py",
     "torch_distributed/run.py",
+    "tools/verify/torch_steps.py",  # in the processes that `mpistrat verify` starts
 }
 
 # Replaces all that can be, and looks for functions of ours in modules and classes of others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ def join_job(
         different numbers of devices, for two copies on a single server, or for wrong tasks; TopologyError if ranks
         contradict each other about tasks; the error of a rank that cannot use its devices.
     """
+    sys.audit("mpistrat.servers")  # `mpistrat verify` hears it
     resolver = MPIClusterResolver(comm)
     if resolver.comm is None:  # without MPI, so that a single rank gets the same errors as with MPI
         job_roles(resolver.topology(), lambda claim: [claim], cluster_resolver, num_ps, chief=chief)

@@ -9,7 +9,7 @@ import pytest
 from mpistrat.__main__ import main
 from mpistrat.tools.init import command
 
-COMMANDS = ("run", "doctor", "bench", "trace", "init")
+COMMANDS = ("run", "doctor", "bench", "trace", "init", "verify")
 
 
 def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
