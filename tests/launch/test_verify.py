@@ -55,7 +55,9 @@ def test_variables_of_numpy(environment: Mapping[str, str], tmp_path: Path) -> N
     (tmp_path / "x.txt").write_text("\n".join(str(n / 16) for n in range(16)))
     job = verify(environment, tmp_path, VARIABLES)
     assert job.returncode == 0, job.output
-    assert job.stdout.startswith("EQUAL up to rounding: 2 ranks compute as 1 rank in 6 steps.\n")
+    assert job.stdout.startswith(
+        "EQUAL up to rounding: 2 ranks compute as 1 rank in 6 of 6 steps.\n"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "x.txt"]
 
 
@@ -81,5 +83,5 @@ variable.assign(1.0)
 def test_a_program_that_refuses_one_rank(environment: Mapping[str, str], tmp_path: Path) -> None:
     job = verify(environment, tmp_path, REFUSES)
     assert job.returncode == 2
-    assert "NOT COMPARED: the program refuses 1 rank, and runs on 2" in job.stdout
+    assert "NOT COMPARED: the program runs on several ranks, and refuses 1 rank" in job.stdout
     assert "I need two ranks" in job.stdout
