@@ -15,11 +15,14 @@ _SAME = 1e-5  # numbers that differ less are the same but for rounding
 def causes_of(found: Verdict) -> list[str]:
     """Return a sentence for each cause that fits, the likeliest first; [] if no fact tells causes apart."""
     steps = found.steps(found.reference[:1] + found.ranks)
-    digests = {sample.digest for sample in found.samples(found.ranks)}
+    samples = found.samples(found.ranks)
     # Sentences, and their facts. A sentence may hold its fact.
     causes: dict[str, Any] = {
         "The ranks differ among themselves. Gradients do if nothing reduces those of a rank's part (no_sync, "
-        "torch.autograd.grad), or if the program writes them later.": len(digests) > 1,
+        "torch.autograd.grad), or if the program writes them later.": len(
+            {sample.digest for sample in samples}
+        )
+        > 1,
         "The program has written it outside step(): weights that some ranks have loaded, a forward that changes them, "
         "or random numbers of a rank.": found.kind == "before",
         "Learning rates differ, on 1 rank and by rank: {}. A schedule that goes by the loss must get the loss of all "

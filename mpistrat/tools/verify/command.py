@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from argparse import Namespace
 
 from mpistrat.tools.verify.causes import causes_of, other_data
@@ -14,14 +16,17 @@ from mpistrat.tools.verify.runs import FailedRunError, start
 def run(asked: Namespace) -> int:
     """Run the program, compare, and print the verdict in at most 15 lines.
 
-    Args: asked: the options of the command line, and `launch`: the facts of this process's launcher and of Slurm.
+    Args: asked: the options of the command line, with `launch`, the facts of this process's launcher and of Slurm.
     Returns: the exit code: 0 only if the runs are equal up to rounding; 1 if they differ; 2 if nothing was compared.
     """
-    try:
-        found, causes = _judged(asked)
-    except FailedRunError as error:
-        print(f"NOT COMPARED: {error}.")
-        return 2
+    # The nodes of an allocation share the user's folders, and not those for temporary files.
+    place = os.getcwd() if asked.launch.slurm else None
+    with tempfile.TemporaryDirectory(prefix=".mpistrat-verify-", dir=place) as asked.folder:
+        try:
+            found, causes = _judged(asked)
+        except FailedRunError as error:
+            print(f"NOT COMPARED: {error}.")
+            return 2
     print(text_of(found, causes))
     return 0 if found.outcome == "equal" else 1
 

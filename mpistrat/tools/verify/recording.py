@@ -70,8 +70,8 @@ class Recording:
         switched_off: whether a dropout was switched off.
         outside: new files outside the run's folder that the program has written.
         refused: the existing file that the program wanted to overwrite; "" if none.
-        by_files: whether the program reads files that are dealt out by rank, so that batches differ on purpose.
         epsilon: the largest machine epsilon of the numbers that the training computes with.
+        by_files: whether the program read a dataset whose files are dealt out to the ranks.
     """
 
     rank: int
@@ -82,8 +82,8 @@ class Recording:
     switched_off: bool = False
     outside: set[str] = field(default_factory=set)
     refused: str = ""
-    by_files: bool = False
     epsilon: float = 0.0
+    by_files: bool = False
 
 
 def sample(array: Array) -> Sample:

@@ -52,6 +52,6 @@ def text_of(found: Verdict, causes: list[str]) -> str:
 def _side(found: Verdict, run: Run) -> str:
     """Return the tensor on a rank, and the loss of all ranks."""
     sample = found.samples(run)[found.rank % len(run)]
-    losses = [loss for step in found.steps(run) for loss in step.losses]
-    loss = sum(weight * loss for loss, weight in losses if weight)
-    return f"norm {sample.norm:.9g}, elements {sample.values[:3]}, loss {loss:.9g}"
+    steps = found.steps(run)
+    loss = sum(weight * loss for step in steps for loss, weight in step.losses if weight)
+    return f"norm {sample.norm:.9g}, elements {sample.values[:3]}, loss {loss or 'unknown'}"

@@ -34,7 +34,7 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
     """Run a program up to the last step to record, and return the recordings of all ranks.
 
     Args:
-        asked: the options of the command line, and `launch`: the launcher of this machine.
+        asked: the options of the command line, with `launch`, the launcher, and `folder`, a folder for all runs.
         ranks: number of ranks. One rank runs the program `asked.against`, if there is one.
         kinds: "shaken", "gloo" and "whole": arguments of `rank_process.main`.
     Raises: FailedRunError.
@@ -55,18 +55,17 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
     if asked.by_run:
         keeps = ["--keep-backend"] if "gloo" in kinds else []
         command += ["mpistrat", "run", *keeps, "-m"]
-    # The nodes of an allocation share the user's folders, and not those for temporary files.
-    place = os.getcwd() if asked.launch.slurm else None
-    with tempfile.TemporaryDirectory(prefix=".mpistrat-verify-", dir=place) as folder:
-        files = Path(folder, "files")
-        files.mkdir()
-        working_folder.fill(files, Path.cwd())
-        program = [os.path.abspath(script), *asked.arguments]
-        arguments = {"program": program, "steps": asked.steps, "folder": folder}
-        arguments |= dict.fromkeys(kinds, True)
-        command += ["mpistrat.tools.verify.rank_process", json.dumps(arguments)]
-        output = ask(command, asked.seconds, environment)
-        found: Run = [pickle.loads(file.read_bytes()) for file in Path(folder).glob("*.recording")]
+    folder = tempfile.mkdtemp(dir=asked.folder)
+    files = Path(folder, "files")
+    files.mkdir()
+    working_folder.fill(files, Path.cwd())
+    program = [os.path.abspath(script), *asked.arguments]
+    arguments = {"program": program, "steps": asked.steps, "folder": folder}
+    arguments |= dict.fromkeys(kinds, True)
+    command += ["mpistrat.tools.verify.rank_process", json.dumps(arguments)]
+    output = ask(command, asked.seconds, environment)
+    recordings = Path(folder).glob("*.recording")
+    found: Run = [pickle.loads(file.read_bytes()) for file in recordings]
     for recording in found:
         if recording.refused:
             raise FailedRunError(

@@ -282,8 +282,8 @@ def test_a_report_has_15_lines_at_most() -> None:
     lines = text_of(found, causes_of(found)).splitlines()
     assert len(lines) == 14
     assert lines[0] == "DIFFERENT at step 1: the gradient of Linear.weight on rank 0."
-    assert lines[1].endswith(", loss 5")
-    assert lines[2].endswith(", loss 4")
+    assert lines[1].endswith(", loss 5.0")
+    assert lines[2].endswith(", loss 4.0")
     assert lines[-2:] == [
         "Dropout was switched off in all runs.",
         "All runs have written new files, such as /home/me/log.",
