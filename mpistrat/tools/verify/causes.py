@@ -15,14 +15,11 @@ _SAME = 1e-5  # numbers that differ less are the same but for rounding
 def causes_of(found: Verdict) -> list[str]:
     """Return a sentence for each cause that fits, the likeliest first; [] if no fact tells causes apart."""
     steps = found.steps(found.reference[:1] + found.ranks)
-    samples = found.samples(found.ranks)
+    digests = {sample.digest for sample in found.samples(found.ranks)}
     # Sentences, and their facts. A sentence may hold its fact.
     causes: dict[str, Any] = {
         "The ranks differ among themselves. Gradients do if nothing reduces those of a rank's part (no_sync, "
-        "torch.autograd.grad), or if the program writes them later.": len(
-            {sample.digest for sample in samples}
-        )
-        > 1,
+        "torch.autograd.grad), or if the program writes them later.": len(digests) > 1,
         "The program has written it outside step(): weights that some ranks have loaded, a forward that changes them, "
         "or random numbers of a rank.": found.kind == "before",
         "Learning rates differ, on 1 rank and by rank: {}. A schedule that goes by the loss must get the loss of all "
@@ -47,6 +44,18 @@ def causes_of(found: Verdict) -> list[str]:
                 "solver that adapts its steps.": _unlike(steps, "calls"),
             }
     return [sentence.format(fact) for sentence, fact in causes.items() if fact]
+
+
+def cause_of_split(found: Verdict, whole: Verdict) -> list[str]:
+    """Return the cause that shows in `whole`, the verdict on ranks that each compute whole batches; else []."""
+    if whole.outcome == "tensor" and whole.number <= found.number:
+        return []
+    sizes = [len(step.examples) for step in found.steps(found.ranks)]
+    return [
+        f"The loss does not split into parts of {sizes} examples: it is right on ranks that each compute whole "
+        "batches. It is no mean over examples (pairs, tokens, boxes, masks, classes, the k largest), or the parts are "
+        "unequal."
+    ]
 
 
 def other_data(found: Verdict) -> str:
@@ -79,20 +88,20 @@ def names(run: Run, field: str) -> str:
 
 
 def _unlike(steps: list[Step], field: str) -> list[Any]:
-    """Return the values of a field; [] if all are equal."""
+    """Return the first values of a field; [] if all are equal."""
     values = [getattr(step, field) for step in steps]
-    return values if values.count(values[0]) < len(values) else []
+    return values[:5] if values.count(values[0]) < len(values) else []
 
 
 def _factor(steps: list[Step]) -> float:
     """Return c if all gradients in the second step are c times those in the first; 0.0 if not, or if c is 1."""
     right, judged = [
-        np.concatenate([sample.values for sample in step.tensors["gradients"].values()])
+        np.concatenate([[], *(sample.values for sample in step.tensors["gradients"].values())])
         for step in steps[:2]
     ]
     if right.shape != judged.shape:
         return 0.0
-    factor = right @ judged / (right @ right)
+    factor = right @ judged / (right @ right or 1.0)
     rest = np.linalg.norm(judged - factor * right)
     if rest < 1e-4 * np.linalg.norm(judged - right):
         return float(factor)

@@ -7,7 +7,7 @@ import os
 import tempfile
 from argparse import Namespace
 
-from mpistrat.tools.verify.causes import causes_of, other_data
+from mpistrat.tools.verify.causes import cause_of_split, causes_of, other_data
 from mpistrat.tools.verify.comparison import Verdict, compare
 from mpistrat.tools.verify.report import text_of
 from mpistrat.tools.verify.runs import FailedRunError, start
@@ -53,12 +53,6 @@ def _judged(asked: Namespace) -> tuple[Verdict, list[str]]:
     causes = causes_of(found)
     if found.kind == "gradients" and not causes and not asked.by_run:
         with contextlib.suppress(FailedRunError):
-            whole = compare(reference, control, start(asked, asked.n, "whole"))
-            if whole.number > found.number:
-                sizes = [len(step.examples) for step in found.steps(ranks)]
-                causes = [
-                    f"The loss does not split into parts of {sizes} examples: it is right on ranks that each compute "
-                    "whole batches. It is no mean over examples (pairs, tokens, boxes, masks, classes, the k largest), "
-                    "or the parts are unequal."
-                ]
+            whole = start(asked, asked.n, "whole")
+            causes = cause_of_split(found, compare(reference, control, whole))
     return found, causes or ["No fact tells the causes apart."]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mpistrat.tools.verify.causes import causes_of, other_data
+from mpistrat.tools.verify.causes import cause_of_split, causes_of, other_data
 from mpistrat.tools.verify.comparison import Verdict, compare
 from mpistrat.tools.verify.recording import Recording, Step, sample
 from mpistrat.tools.verify.report import text_of
@@ -259,6 +259,39 @@ def test_learning_rates() -> None:
     ranks[1].steps[1].tensors["values"]["0"] = sample(WEIGHTS)
     _, cause = causes_of(differing(ranks))
     assert cause.startswith("Learning rates differ, on 1 rank and by rank: [[0.1], [0.1], [0.05]].")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 0)])
+def test_a_loss_that_does_not_split(sizes: tuple[int, int]) -> None:
+    ranks = both(turned)
+    ranks[0].steps[0].examples = [0, 100][: sizes[0]]
+    ranks[1].steps[0].examples = [100][: sizes[1]]
+    found = differing(ranks)
+    assert causes_of(found) == []
+    (cause,) = cause_of_split(found, judged([recording(0), recording(1)]))
+    assert cause.startswith(f"The loss does not split into parts of {[*sizes]} examples")
+    assert cause_of_split(found, judged([recording(0, factor=2.0)])) == []
+
+
+def test_a_loss_that_does_not_split_in_the_last_step() -> None:
+    ranks = parts()
+    ranks[0].steps[2].tensors["gradients"]["0"] = sample(WEIGHTS[::-1])
+    found = differing(ranks)
+    assert found.number == 3
+    assert len(cause_of_split(found, judged([recording()]))) == 1
+    turned_at_once = recording()
+    turned(turned_at_once)
+    assert cause_of_split(found, judged([turned_at_once])) == []
+
+
+def test_buffers_of_a_step_without_gradients() -> None:
+    ranks = parts()
+    reference = recording()
+    for run in (reference, *ranks):
+        run.steps[0].tensors |= {"gradients": {}, "buffers": {"mean": sample(WEIGHTS * run.rank)}}
+    found = compare([reference], reference, ranks)
+    assert (found.kind, found.rank) == ("buffers", 1)
+    assert any("A forward writes this buffer" in cause for cause in causes_of(found))
 
 
 def test_without_a_fact_no_cause_is_named() -> None:
