@@ -64,8 +64,7 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
     arguments |= dict.fromkeys(kinds, True)
     command += ["mpistrat.tools.verify.rank_process", json.dumps(arguments)]
     output = ask(command, asked.seconds, environment)
-    recordings = Path(folder).glob("*.recording")
-    found: Run = [pickle.loads(file.read_bytes()) for file in recordings]
+    found: Run = [pickle.loads(file.read_bytes()) for file in files.parent.glob("*.recording")]
     for recording in found:
         if recording.refused:
             raise FailedRunError(
@@ -74,9 +73,7 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
             )
     if output.ended or len(found) < ranks:
         words = last_words(output.errors or output.output)
-        if "torch.distributed" in words and not asked.by_run:
-            words += ". It uses torch.distributed: try --run"
-        raise FailedRunError(f"{failure} ({output.ended}): {words}")
+        raise FailedRunError(f"{failure} ({output.ended or 'exit code 0'}): {words}")
     if not all(recording.steps for recording in found):
         raise FailedRunError("no optimizer of torch has made a step, and no variable was assigned")
     return sorted(found, key=lambda recording: recording.rank)
