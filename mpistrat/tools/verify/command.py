@@ -51,6 +51,11 @@ def _judged(asked: Namespace) -> tuple[Verdict, list[str]]:
         return found, []
     if ranks[0].by_files and other_data(found):
         raise FailedRunError("each rank reads files of its own, and so has batches of its own")
+    sizes = {sample.size for sample in found.samples(reference + ranks)}
+    if found.kind == "before" and len(sizes) > 1:
+        raise FailedRunError(
+            "the sizes of parameters differ: the model is sharded, or the programs have unlike models"
+        )
     causes = causes_of(found)
     if found.kind == "gradients" and not causes and not asked.by_run:
         with contextlib.suppress(FailedRunError):
