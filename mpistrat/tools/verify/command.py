@@ -49,16 +49,21 @@ def _judged(asked: Namespace) -> tuple[Verdict, list[str]]:
         )
     if found.outcome != "tensor":
         return found, []
-    if ranks[0].by_files and other_data(found):
-        raise FailedRunError("each rank reads files of its own, and so has batches of its own")
-    sizes = {sample.size for sample in found.samples(reference + ranks)}
-    if found.kind == "before" and len(sizes) > 1:
-        raise FailedRunError(
-            "the sizes of parameters differ: the model is sharded, or the programs have unlike models"
-        )
+    _check_parts(found)
     causes = causes_of(found)
     if found.kind == "gradients" and not causes and not asked.by_run:
         with contextlib.suppress(FailedRunError):
             whole = start(asked, asked.n, "whole")
             causes = cause_of_split(found, compare(reference, control, whole))
     return found, causes or ["No fact tells the causes apart."]
+
+
+def _check_parts(found: Verdict) -> None:
+    """Raise FailedRunError if ranks have other batches, or other parts of the model, on purpose."""
+    if found.ranks[0].by_files and other_data(found):
+        raise FailedRunError("each rank reads files of its own, and so has batches of its own")
+    sizes = {sample.size for sample in found.samples(found.reference + found.ranks)}
+    if found.kind == "before" and len(sizes) > 1:
+        raise FailedRunError(
+            "the sizes of parameters differ: the model is sharded, or the programs have unlike models"
+        )
