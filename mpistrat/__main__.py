@@ -55,30 +55,23 @@ def parser() -> argparse.ArgumentParser:
     runs.add_argument("--keep-backend", action="store_true", help=keeps)
     runs.add_argument("-m", dest="module", action="store_true", help="run a module by its name")
     runs.add_argument("program", metavar="SCRIPT or MODULE")
-    rest = runs.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
-    rest.required = False  # else errors name it among the missing
     doctor.add_argument("--json", action="store_true", help="print all facts and findings as JSON")
     trace.add_argument("folder", metavar="FOLDER", help="the folder that MPISTRAT_TRACE named")
     init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to write (.)")
-    _add_arguments_of_verify(verify)
-    return top
-
-
-def _add_arguments_of_verify(verify: argparse.ArgumentParser) -> None:
-    verify.usage = "mpistrat verify [OPTION ...] SCRIPT [ARGUMENT ...]"
-    ranks = "number of ranks to compare with one (2)"
-    verify.add_argument("-n", dest="ranks", type=int, default=2, metavar="N", help=ranks)
-    steps = "number of optimizer steps to compare (20)"
-    verify.add_argument("--steps", type=int, default=20, metavar="K", help=steps)
-    against = "the program for one process that SCRIPT came from"
-    verify.add_argument("--against", metavar="PLAIN", help=against)
+    for option, default, help in (
+        ("-n", 2, "number of ranks to compare with one (2)"),
+        ("--steps", 20, "number of optimizer steps to compare (20)"),
+        ("--seconds", 600.0, "the longest time of each run, in seconds (600)"),
+        ("--against", "", "the program for one process that SCRIPT came from"),
+    ):
+        verify.add_argument(option, type=type(default), default=default, help=help)
     starts = "start SCRIPT as `mpistrat run` does: a program of torch.distributed"
     verify.add_argument("--run", dest="by_run", action="store_true", help=starts)
-    seconds = "the longest time of each run, in seconds (600)"
-    verify.add_argument("--seconds", type=float, default=600.0, metavar="S", help=seconds)
     verify.add_argument("script", metavar="SCRIPT")
-    rest = verify.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
-    rest.required = False  # else errors name it among the missing
+    for command in (runs, verify):
+        rest = command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+        rest.required = False  # else errors name it among the missing
+    return top
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -162,20 +155,8 @@ def _verify(parsed: argparse.Namespace) -> int:
     """
     from mpistrat.tools.verify.command import run
 
-    if parsed.ranks < 2 or parsed.steps < 1:
-        parsed.error(f"-n {parsed.ranks}, --steps {parsed.steps}: they must be at least 2 and 1")
-    for script in (parsed.script, parsed.against or parsed.script):
-        if not os.path.isfile(script):
-            parsed.error(f"there is no {script!r}, seen from {os.getcwd()}")
-    return run(
-        [parsed.script, *parsed.arguments],
-        _alone(parsed),
-        against=parsed.against,
-        by_run=parsed.by_run,
-        ranks=parsed.ranks,
-        steps=parsed.steps,
-        seconds=parsed.seconds,
-    )
+    parsed.launch = _alone(parsed)
+    return run(parsed)
 
 
 def _alone(parsed: argparse.Namespace) -> Launch:

@@ -37,6 +37,10 @@ def test_the_model_stays_after_a_training(tmp_path: Path) -> None:
     launcher = Launcher.named("MPICH")
     made = run_job(INIT, launcher.environment(), 60, tmp_path)
     assert made.returncode == 0, made.output
+    command = [sys.executable, "-m", "mpistrat", "verify", "train.py"]
+    verified = run_job(command, launcher.environment(), 120, tmp_path)
+    assert verified.returncode == 0, verified.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
     program = (tmp_path / "train.py").read_text()
     (tmp_path / "train.py").write_text(program.replace("(4096, 20)", "(5000, 20)"))
     run = functools.partial(launcher.run_python, 2, "train.py", forked=True, cwd=tmp_path)

@@ -55,7 +55,9 @@ def test_variables_of_numpy(environment: Mapping[str, str], tmp_path: Path) -> N
     (tmp_path / "x.txt").write_text("\n".join(str(n / 16) for n in range(16)))
     job = verify(environment, tmp_path, VARIABLES)
     assert job.returncode == 0, job.output
-    assert job.stdout.startswith("EQUAL up to rounding: 2 ranks compute as 1 rank in 6 steps.\n")
+    assert job.stdout.startswith(
+        "EQUAL up to rounding: 2 ranks compute as 1 rank in 6 of 6 steps.\n"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "x.txt"]
 
 
@@ -81,5 +83,32 @@ variable.assign(1.0)
 def test_a_program_that_refuses_one_rank(environment: Mapping[str, str], tmp_path: Path) -> None:
     job = verify(environment, tmp_path, REFUSES)
     assert job.returncode == 2
-    assert "NOT COMPARED: the program refuses 1 rank, and runs on 2" in job.stdout
+    assert "NOT COMPARED: the program runs on several ranks, and refuses 1 rank" in job.stdout
     assert "I need two ranks" in job.stdout
+
+
+DISTRIBUTED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for features, target in loader:
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(features), target).backward()
+    optimizer.step()
+"""
+
+
+def test_torch_distributed(environment: Mapping[str, str], tmp_path: Path) -> None:
+    """One rank has other batches, so that the reference is as many ranks on gloo."""
+    job = verify(environment, tmp_path, DISTRIBUTED, "--run")
+    assert job.returncode == 0, job.output
+    assert "2 ranks compute as 2 ranks on gloo in 4 of 4 steps." in job.stdout

@@ -284,6 +284,18 @@ def command_family(version: str) -> str:
     return MPICH if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", version, re.IGNORECASE) else ""
 
 
+def command_of_ranks(launch: Launch) -> list[str]:
+    """Return the command that starts ranks, without their number.
+
+    srun, if it offers a type of --mpi that the MPI of mpirun has; else mpirun. [""] if there is neither.
+    """
+    is_open_mpi = command_family(launch.mpirun_version) == OPEN_MPI
+    for kind in ("pmix",) if is_open_mpi else ("pmi2", "pmix"):
+        if kind in launch.srun_types:
+            return ["srun", f"--mpi={kind}"]
+    return [launch.mpirun]
+
+
 def launcher_of(library: str) -> str:
     """Return the mpirun or mpiexec in the installation of a library: /opt/mpi/bin/mpirun for /opt/mpi/lib/libmpi.so.40.
 

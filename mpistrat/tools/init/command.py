@@ -9,11 +9,11 @@ import sys
 from contextlib import ExitStack
 from importlib.resources import files
 
-from mpistrat.cluster_resolver.launcher import OPEN_MPI, environment_of_children
+from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.tools.doctor import cuda_driver, nodes
 from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Launch
-from mpistrat.tools.doctor.mpi_library import command_family
+from mpistrat.tools.doctor.mpi_library import command_of_ranks
 
 _NAMES = ("train.py", "train.sbatch", "test_train.py")
 
@@ -83,12 +83,12 @@ def _nodes() -> tuple[int, int, int, str]:
 
 def _launcher(mpirun_version: str) -> str:
     """Return the command that starts the ranks: srun, with a kind of --mpi that the MPI has; else mpirun."""
-    kinds = nodes.types_of_srun(_ask("srun", "--mpi=list"))
-    wanted = ["pmix"] if command_family(mpirun_version) == OPEN_MPI else ["pmi2", "pmix"]
-    for kind in wanted:
-        if kind in (kinds or wanted):
-            return f"srun --mpi={kind} --kill-on-bad-exit=0 --wait=60"
-    return "mpirun"
+    types = nodes.types_of_srun(_ask("srun", "--mpi=list")) or ["pmi2", "pmix"]
+    launch = Launch(mpirun="mpirun", mpirun_version=mpirun_version, srun_types=types)
+    command = " ".join(command_of_ranks(launch))
+    if command == "mpirun":
+        return command
+    return f"{command} --kill-on-bad-exit=0 --wait=60"
 
 
 def _ask(*command: str) -> str:

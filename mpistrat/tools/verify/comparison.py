@@ -1,131 +1,100 @@
-"""Compares recordings step by step. A control tells how much rounding changes the program's numbers."""
+"""Compares runs step by step. A control tells how much rounding changes the program's numbers."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpistrat.tools.verify.recording import Recording, Sample
+from mpistrat.tools.verify.recording import Recording, Sample, Step, sample
+
+Run = list[Recording]  # of all its ranks, in their order
 
 # A difference is a fault if it is FACTOR times the control's largest difference so far, and above FLOOR epsilon.
 FACTOR = 100.0
-FLOOR = 64.0
+FLOOR = 512.0
 # The kinds of tensors of a step, in the order in which the program computes them.
 KINDS = ("before", "gradients", "buffers", "values")
-_NOT_REPEATABLE = 1e-3  # a part of the norm
-# Where rounding changes a tensor by such a part of the norm, a program is chaotic: its steps are not compared.
-_CHAOTIC = 0.5
-
-
-@dataclass(frozen=True)
-class FirstDifference:
-    """The first tensor of a rank that differs from the reference by more than rounding.
-
-    Attributes:
-        number: the index of the step, from 0.
-        kind, key: the tensor in `Step.tensors`.
-        rank: the rank.
-        distance: how far the two are apart, as a part of the norm of all tensors of the kind.
-        limit: the largest distance that rounding explains.
-    """
-
-    number: int
-    kind: str
-    key: str
-    rank: int
-    distance: float
-    limit: float
+_NONE = sample(np.zeros(0))  # stands for a tensor that a rank does not have
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first difference; None if all is equal up to rounding.
+    """The first tensor of a rank that differs by more than rounding; without one, the tensor that differs most.
 
     Attributes:
-        steps: number of steps that were compared; fewer than there are, if rounding has changed the rest beyond
-            recognition.
-        largest, limit: the largest distance that rounding explains, and its limit.
+        reference: the run that is right by definition: of one rank, or of as many ranks as `ranks`.
+        ranks: the run that is judged.
+        limit: the largest distance that rounding explains.
+        outcome: "tensor", "steps" (other numbers of steps) or "equal".
+        number: the number of the step, from 1; number of the compared steps if no tensor differs.
+        kind, key: the tensor in `Step.tensors`.
+        rank: the rank.
+        distance: how far the two are apart, as a part of the norm of all tensors of the kind.
     """
 
-    difference: FirstDifference | None
-    steps: int
-    largest: float
+    reference: Run
+    ranks: Run
     limit: float
+    outcome: str = "equal"
+    number: int = 0
+    kind: str = "values"
+    key: str = ""
+    rank: int = 0
+    distance: float = 0.0
+
+    def steps(self, run: Run) -> list[Step]:
+        """Return the step on each rank."""
+        return [rank.steps[self.number - 1] for rank in run]
+
+    def samples(self, run: Run) -> list[Sample]:
+        """Return the tensor on each rank; of size 0 where there is none."""
+        return [step.tensors[self.kind].get(self.key, _NONE) for step in self.steps(run)]
 
 
-def compare(references: list[Recording], control: Recording, ranks: list[Recording]) -> Verdict:
-    """Compare the steps that all runs have.
+def compare(reference: Run, control: Recording, ranks: Run) -> Verdict:
+    """Compare the steps that all runs have, up to the first that rounding changes beyond recognition.
 
     Args:
-        references: the run that is right by definition: one rank, or as many ranks as `ranks`.
-        control: the first rank of the same run with numbers that were changed by rounding.
-        ranks: the ranks to judge.
+        reference, ranks: see `Verdict`.
+        control: the first rank of the same run as `reference`, with numbers that were changed by rounding.
     """
-    first = references[0]
-    rounding: dict[tuple[str, str], float] = {}  # it grows in a training, so that it never falls
-    largest = (0.0, FLOOR * first.epsilon)
-    for number in range(len(first.steps)):
+    epsilon = reference[0].epsilon
+    limits = dict.fromkeys(KINDS, FLOOR * epsilon)  # rounding grows in a training: they never fall
+    most = Verdict(reference, ranks, FLOOR * epsilon)
+    counts = {len(rank.steps) for rank in reference + ranks}
+    for number in range(min(*counts, len(control.steps))):
         for kind in KINDS:
-            shaken = _distances(first, control, number, kind)
-            middle = float(np.median([*shaken.values(), 0.0]))
-            for key, distance in shaken.items():
-                so_far = rounding.get((kind, key), 0.0)
-                rounding[kind, key] = max(so_far, distance, middle)
-            if max(rounding.values(), default=0.0) > _CHAOTIC:
-                return Verdict(None, number, *largest)
-            worst = None
-            for rank in ranks:
-                reference = references[rank.rank % len(references)]
-                for key, distance in _distances(reference, rank, number, kind).items():
-                    limit = FACTOR * rounding.get((kind, key), 0.0)
-                    limit = max(limit, FLOOR * first.epsilon)
-                    if distance <= limit:
-                        largest = max(largest, (distance, limit))
-                    elif worst is None or distance > worst.distance:
-                        worst = FirstDifference(number, kind, key, rank.rank, distance, limit)
-            if worst is not None:
-                return Verdict(worst, number, *largest)
-    return Verdict(None, len(first.steps), *largest)
+            shaken = _distances(reference[0], control, number, kind).values()
+            rounding = np.max([0.0, *shaken])
+            if not rounding <= max(1 / FACTOR, 16 * epsilon):  # it may be NaN
+                return replace(most, outcome="equal", number=number)
+            limit = max(limits[kind], FACTOR * rounding)
+            limits[kind] = limit
+            for right, rank in zip(reference * len(ranks), ranks, strict=False):
+                for key, distance in _distances(right, rank, number, kind).items():
+                    tensor = (number + 1, kind, key, rank.rank, distance)
+                    found = Verdict(reference, ranks, limit, "tensor", *tensor)
+                    if not distance <= limit:
+                        return found
+                    if distance > most.distance:
+                        most = found
+    return replace(most, outcome="steps" if len(counts) > 1 else "equal", number=min(counts))
 
 
-def is_repeatable(reference: Recording, control: Recording) -> bool:
-    """Whether the control begins as `reference` does."""
-    most = max(_NOT_REPEATABLE, 16 * reference.epsilon)
-    kinds = ("before", "gradients") if "before" in reference.steps[0].tensors else ("values",)
-    for kind in kinds:
-        distances = _distances(reference, control, 0, kind)
-        if max(distances.values(), default=0.0) > most:
-            return False
-    return True
-
-
-def _distances(reference: Recording, other: Recording, number: int, kind: str) -> dict[str, float]:
-    """Return the distance of each tensor of a kind in a step; {} if a run has no such step."""
-    if number >= min(len(reference.steps), len(other.steps)):
-        return {}
-    mine = reference.steps[number].tensors.get(kind, {})
-    theirs = other.steps[number].tensors.get(kind, {})
-    scale = math.hypot(*(s.norm for s in mine.values() if not s.exact)) or 1.0
-    found = {}
-    for key in sorted({*mine, *theirs}):
-        if key in mine and key in theirs:
-            found[key] = _distance(mine[key], theirs[key], scale)
-        else:  # a gradient of zeros is as good as none
-            found[key] = (mine.get(key) or theirs[key]).norm / scale
+def _distances(mine: Recording, other: Recording, number: int, kind: str) -> dict[str, float]:
+    """Return the distance of each tensor of a kind in a step, estimated from its elements and norms."""
+    samples = mine.steps[number].tensors.get(kind, {})
+    others = other.steps[number].tensors.get(kind, {})
+    scale = np.linalg.norm([sample.norm for sample in samples.values()]) or 1.0
+    found = dict.fromkeys(samples | others, 0.0)
+    for key in found:
+        right = samples.get(key, _NONE)
+        judged = others.get(key, _NONE)
+        if right.digest != judged.digest:
+            apart = abs(right.norm - judged.norm)  # a gradient of zeros is as good as none
+            if right.size == judged.size:
+                squares = np.square(right.values - judged.values)
+                apart = np.maximum(apart, np.sqrt(right.size * squares.mean()))
+            found[key] = float(apart / scale)
     return found
-
-
-def _distance(mine: Sample, other: Sample, scale: float) -> float:
-    """Return the distance of two tensors in units of `scale`, estimated from their elements and norms."""
-    if mine.size != other.size:
-        return math.inf
-    if np.array_equal(mine.values, other.values, equal_nan=True) and mine.digest == other.digest:
-        return 0.0
-    whole = math.sqrt(mine.size / max(1, mine.values.size))
-    sampled = float(np.linalg.norm(mine.values - other.values)) * whole
-    apart = max(sampled, abs(mine.norm - other.norm))
-    if math.isnan(apart):
-        return math.inf
-    return apart if mine.exact else apart / scale

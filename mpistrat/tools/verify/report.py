@@ -2,91 +2,56 @@
 
 from __future__ import annotations
 
-import numpy as np
+from mpistrat.tools.verify.causes import names
+from mpistrat.tools.verify.comparison import Run, Verdict
 
-from mpistrat.tools.verify.causes import Evidence
-from mpistrat.tools.verify.comparison import Verdict
-from mpistrat.tools.verify.recording import Recording, Sample, Step
-
-MOST_LINES = 15
 _KINDS = {
     "before": "the value before the step",
     "gradients": "the gradient",
     "buffers": "the buffer",
     "values": "the value after the step",
 }
+_OUTCOMES = {
+    "tensor": """\
+DIFFERENT at step {found.number}: {kind} of {label} on rank {found.rank}.
+  {right}: {mine}
+  rank {found.rank} of {ranks}: {theirs}
+  The difference is {found.distance:.1e} of the norm; rounding explains {found.limit:.1e}.
+Causes that fit:""",
+    "steps": """\
+DIFFERENT number of steps, on 1 rank and by rank: {counts}.
+  The steps that all runs have are equal up to rounding.""",
+    "equal": """\
+EQUAL up to rounding: {ranks} ranks compute as {right} in {found.number} of {counts[0]} steps.
+  The largest difference is {found.distance:.1e} of the norm; rounding explains {found.limit:.1e}.""",
+}
 
 
-def equal(verdict: Verdict, reference: list[Recording], ranks: list[Recording]) -> list[str]:
-    """Return the lines for runs that are equal up to rounding."""
-    lines = [
-        f"EQUAL up to rounding: {len(ranks)} ranks compute as {_named(reference)} in {verdict.steps} steps.",
-        f"  The largest difference is {verdict.largest:.1e} of the norm; rounding explains {verdict.limit:.1e}.",
-    ]
-    if verdict.steps < len(reference[0].steps):
-        lines.append("  In later steps rounding alone changes the numbers beyond recognition.")
-    return lines + _notes([*reference, *ranks])
-
-
-def different(evidence: Evidence, causes: list[str]) -> list[str]:
-    """Return the lines for the first difference of two runs, and its causes."""
-    found = evidence.found
-    references = evidence.samples(evidence.reference)
-    reference = references[found.rank % len(references)]
-    labels = evidence.reference[0].labels | evidence.ranks[0].labels
-    tensor = f"{_KINDS[found.kind]} of {labels.get(found.key, found.key)}"
-    ranks = [rank.rank for rank in evidence.ranks]
-    other = evidence.samples(evidence.ranks)[ranks.index(found.rank)]
-    lines = [
-        f"DIFFERENT at step {found.number + 1}: {tensor} on rank {found.rank}.",
-        f"  {_named(evidence.reference)}: {_shown(reference, other)}",
-        f"  rank {found.rank} of {len(ranks)}: {_shown(other, reference)}",
-        f"  The difference is {found.distance:.1e} of the norm; rounding explains {found.limit:.1e}.",
-    ]
-    mine = evidence.steps(evidence.reference)
-    if mine[0].losses:
-        theirs = evidence.steps(evidence.ranks)
-        lines.append(f"  loss of the step: {_loss(mine):.9g} and {_loss(theirs):.9g}")
-    lines.append("Causes that fit:" if causes else "No fact tells the causes apart.")
-    lines += [f"  {cause}" for cause in causes[:7]]
-    return lines + _notes([*evidence.reference, *evidence.ranks])
-
-
-def other_number_of_steps(reference: list[Recording], ranks: list[Recording]) -> list[str]:
-    """Return the lines for runs that are equal as far as they go, and make unlike numbers of steps."""
-    numbers = [len(rank.steps) for rank in ranks[:8]]
-    return [
-        f"DIFFERENT number of steps: {len(reference[0].steps)} on {_named(reference)}, {numbers} by rank.",
-        "  The steps that all runs have are equal up to rounding.",
-        *_notes([*reference, *ranks]),
-    ]
-
-
-def _named(reference: list[Recording]) -> str:
-    return "1 rank" if len(reference) == 1 else f"{len(reference)} ranks on gloo"
-
-
-def _shown(sample: Sample | None, other: Sample | None) -> str:
-    """Return the norm of a tensor, and its element that differs most from `other`."""
-    if sample is None:
-        return "none"
-    text = f"norm {sample.norm:.9g}"
-    if other is None or other.size != sample.size:
-        return f"{text}, {sample.size} elements"
-    place = int(np.argmax(np.abs(sample.values - other.values)))
-    return f"{text}, element {sample.values[place]:.9g}"
-
-
-def _loss(steps: list[Step]) -> float:
-    """Return the loss of all ranks: the sum of weights times losses."""
-    return sum(weight * loss for step in steps for loss, weight in step.losses if weight)
-
-
-def _notes(recordings: list[Recording]) -> list[str]:
-    notes = []
-    if any(recording.switched_off for recording in recordings):
-        notes.append("Dropout was switched off in all runs.")
-    outside = sorted(set().union(*(recording.outside for recording in recordings)))
+def text_of(found: Verdict, causes: list[str]) -> str:
+    """Return the lines for a verdict, and for the causes of a difference."""
+    ranks = len(found.ranks)
+    text = _OUTCOMES[found.outcome].format(
+        found=found,
+        kind=_KINDS[found.kind],
+        label=found.ranks[0].labels.get(found.key, found.key),
+        ranks=ranks,
+        right="1 rank" if len(found.reference) == 1 else f"{ranks} ranks on gloo",
+        mine=_side(found, found.reference),
+        theirs=_side(found, found.ranks),
+        counts=[len(rank.steps) for rank in found.reference[:1] + found.ranks],
+    )
+    lines = [text, *(f"  {cause}" for cause in causes)]
+    if found.reference[0].switched_off:
+        lines.append("Dropout was switched off in all runs.")
+    outside = names(found.ranks, "outside")
     if outside:
-        notes.append(f"All runs have written {outside[0]} (new files in all: {len(outside)}).")
-    return notes
+        lines.append(f"All runs have written new files, such as {outside}.")
+    return "\n".join(lines)
+
+
+def _side(found: Verdict, run: Run) -> str:
+    """Return the tensor on a rank, and the loss of all ranks."""
+    sample = found.samples(run)[found.rank % len(run)]
+    steps = found.steps(run)
+    loss = sum(weight * loss for step in steps for loss, weight in step.losses if weight)
+    return f"norm {sample.norm:.9g}, elements {sample.values[:3]}, loss {loss or 'unknown'}"

@@ -1,111 +1,83 @@
-"""Starts the program on one rank and on several ranks, each time in a fresh folder, and reads the recordings."""
+"""Starts the program on one rank or on several ranks, each time in a fresh folder, and reads the recordings."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tempfile
+from argparse import Namespace
 from pathlib import Path
 
-from mpistrat.cluster_resolver.launcher import OPEN_MPI, environment_of_children
+from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.tools.doctor.children import ask, last_words
-from mpistrat.tools.doctor.facts import Launch
-from mpistrat.tools.doctor.mpi_library import command_family
+from mpistrat.tools.doctor.mpi_library import command_of_ranks
 from mpistrat.tools.verify import working_folder
-from mpistrat.tools.verify.recording import Recording
+from mpistrat.tools.verify.comparison import Run
 
-_RANK = "mpistrat.tools.verify.rank_process"
+_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
+    # Unlike hash seeds let sets of ranks differ. A single rank is compared with itself.
+    "PYTHONHASHSEED": "random",
+    # Open MPI 5 and 4 start more ranks than there are cores.
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
 
 
 class FailedRunError(Exception):
-    """A run of the program failed. The text ends with the program's last lines."""
+    """There is no run to compare. The text ends with the program's last lines."""
 
 
-class OverwritingRunError(FailedRunError):
-    """The program wanted to overwrite a file."""
+def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
+    """Run a program up to the last step to record, and return the recordings of all ranks.
 
-
-@dataclass(frozen=True)
-class Runs:
-    """Starts runs.
-
-    Attributes:
-        launch: the launcher and the commands of this machine.
-        folder: holds a folder for each run.
-        steps: number of steps that a run records.
-        seconds: the longest time of a run.
-        by_run: whether the program is started as `mpistrat run` does.
+    Args:
+        asked: the options of the command line, with `launch`, the launcher, and `folder`, a folder for all runs.
+        ranks: number of ranks. One rank runs the program `asked.against`, if there is one.
+        kinds: "shaken", "gloo" and "whole": arguments of `rank_process.main`.
+    Raises: FailedRunError.
     """
+    script = asked.script
+    failure = f"the run on {ranks} ranks failed"
+    command = [sys.executable, "-m"]
+    environment = environment_of_children() | _ENVIRONMENT
+    if ranks == 1:
+        failure = "the program runs on several ranks, and refuses 1 rank, so there is nothing to compare with"
+        script = asked.against or script
+        environment["PYTHONHASHSEED"] = "1"
+    else:
+        launcher = command_of_ranks(asked.launch)
+        if launcher == [""]:
+            raise FailedRunError("there is no mpirun and no srun: load the module of your MPI")
+        command = [*launcher, "-n", str(ranks), *command]
+    if asked.by_run:
+        keeps = ["--keep-backend"] if "gloo" in kinds else []
+        command += ["mpistrat", "run", *keeps, "-m"]
+    folder = tempfile.mkdtemp(dir=asked.folder)
+    files = Path(folder, "files")
+    files.mkdir()
+    working_folder.fill(files, Path.cwd())
+    program = [os.path.abspath(script), *asked.arguments]
+    arguments = {"program": program, "steps": asked.steps, "folder": folder}
+    arguments |= dict.fromkeys(kinds, True)
+    command += ["mpistrat.tools.verify.rank_process", json.dumps(arguments)]
+    output = ask(command, asked.seconds, environment)
+    found: Run = [pickle.loads(file.read_bytes()) for file in files.parent.glob("*.recording")]
+    _check_files(found)
+    if output.ended or len(found) < ranks:
+        words = last_words(output.errors or output.output)
+        raise FailedRunError(f"{failure} ({output.ended or 'exit code 0'}): {words}")
+    if not all(recording.steps for recording in found):
+        raise FailedRunError("no optimizer of torch has made a step, and no variable was assigned")
+    return sorted(found, key=lambda recording: recording.rank)
 
-    launch: Launch
-    folder: Path
-    steps: int
-    seconds: float
-    by_run: bool
 
-    def start(
-        self, name: str, program: Sequence[str], ranks: int, **kinds: bool
-    ) -> list[Recording]:
-        """Run `program` up to the last step to record, and return the recordings of all ranks.
-
-        Args:
-            name: a name for the folder of the run.
-            program: the absolute path of the script, and its arguments.
-            ranks: number of ranks; 1 without a launcher.
-            kinds: `shaken`, `gloo` and `whole` of `rank_process.main`.
-        Raises: FailedRunError.
-        """
-        folder = self.folder / name
-        work = folder / "files"
-        work.mkdir(parents=True)
-        working_folder.fill(work, Path.cwd())
-        asked = {"program": program, "steps": self.steps, "folder": str(folder), **kinds}
-        words = [sys.executable, "-m", _RANK]
-        if self.by_run:
-            keeps = ["--keep-backend"] if kinds.get("gloo") else []
-            words = [sys.executable, "-m", "mpistrat", "run", *keeps, "-m", _RANK]
-        if ranks > 1:
-            words = [*launcher_words(self.launch, ranks), *words]
-        environment = environment_of_children()
-        environment["TORCHDYNAMO_DISABLE"] = "1"
-        # Unlike hash seeds let sets of ranks differ. A single rank is compared with itself.
-        environment["PYTHONHASHSEED"] = "1" if ranks == 1 else "random"
-        output = ask([*words, json.dumps(asked)], self.seconds, environment)
-        found = [pickle.loads(file.read_bytes()) for file in folder.glob("*.recording")]
-        for recording in found:
-            if recording.refused:
-                raise OverwritingRunError(
-                    f"the program wants to write {recording.refused}, which was there before the run: give it another "
-                    "path, or move the file away"
-                )
-        if output.ended or len(found) < ranks:
-            last = last_words(output.errors) or last_words(output.output)
-            ended = output.ended or f"{len(found)} ranks have ended as Python does"
-            raise FailedRunError(f"the run on {ranks} ranks failed ({ended}): {last}")
-        if not all(recording.steps for recording in found):
+def _check_files(run: Run) -> None:
+    for recording in run:
+        if recording.refused:
             raise FailedRunError(
-                "the program has called step() of no optimizer of torch, and has assigned no variable: there is "
-                "nothing to compare"
+                f"the program wants to write {recording.refused}, which was there before the run: give it another "
+                "path, or move the file away"
             )
-        return sorted(found, key=_rank)
-
-
-def _rank(recording: Recording) -> int:
-    return recording.rank
-
-
-def launcher_words(launch: Launch, ranks: int) -> list[str]:
-    """Return the words that start `ranks` ranks: those of srun inside an allocation, else those of mpirun.
-
-    Raises: FailedRunError if there is neither.
-    """
-    is_open_mpi = command_family(launch.mpirun_version) == OPEN_MPI
-    for kind in ("pmix",) if is_open_mpi else ("pmi2", "pmix"):
-        if kind in launch.srun_types:
-            return ["srun", f"--mpi={kind}", "-n", str(ranks)]
-    if not launch.mpirun:
-        raise FailedRunError("there is no mpirun and no srun: load the module of your MPI")
-    more = ["--map-by", ":OVERSUBSCRIBE"] if is_open_mpi else []
-    return [launch.mpirun, *more, "-n", str(ranks)]

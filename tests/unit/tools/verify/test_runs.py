@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from mpistrat.tools.doctor.facts import Launch
+from mpistrat.tools.doctor.mpi_library import command_of_ranks
 from mpistrat.tools.verify import working_folder
-from mpistrat.tools.verify.runs import FailedRunError, launcher_words
+from mpistrat.tools.verify.runs import FailedRunError, start
 
 OPEN_MPI = "mpirun (Open MPI) 5.0.5"
 
@@ -18,26 +20,24 @@ OPEN_MPI = "mpirun (Open MPI) 5.0.5"
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        (Launch(mpirun="/opt/bin/mpirun", mpirun_version="HYDRA"), "/opt/bin/mpirun -n 3"),
-        (
-            Launch(mpirun="mpirun", mpirun_version=OPEN_MPI),
-            "mpirun --map-by :OVERSUBSCRIBE -n 3",
-        ),
-        (Launch(mpirun="mpirun", srun_types=["none", "pmix"]), "srun --mpi=pmix -n 3"),
-        (Launch(srun_types=["pmi2", "pmix"]), "srun --mpi=pmi2 -n 3"),
+        (Launch(mpirun="/opt/bin/mpirun", mpirun_version="HYDRA"), "/opt/bin/mpirun"),
+        (Launch(mpirun="mpirun", mpirun_version=OPEN_MPI), "mpirun"),
+        (Launch(mpirun="mpirun", srun_types=["none", "pmix"]), "srun --mpi=pmix"),
+        (Launch(srun_types=["pmi2", "pmix"]), "srun --mpi=pmi2"),
         (
             Launch(mpirun="mpirun", mpirun_version=OPEN_MPI, srun_types=["pmi2", "pmix"]),
-            "srun --mpi=pmix -n 3",
+            "srun --mpi=pmix",
         ),
     ],
 )
 def test_the_launcher(launch: Launch, words: str) -> None:
-    assert launcher_words(launch, 3) == words.split()
+    assert command_of_ranks(launch) == words.split()
 
 
 def test_no_launcher() -> None:
+    asked = Namespace(launch=Launch(srun_types=["none"]), script="train.py")
     with pytest.raises(FailedRunError, match="load the module of your MPI"):
-        launcher_words(Launch(srun_types=["none"]), 2)
+        start(asked, 2)
 
 
 @pytest.fixture

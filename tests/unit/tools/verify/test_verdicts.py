@@ -1,15 +1,14 @@
 """`mpistrat verify`: the verdict on recorded steps, and the causes that it names."""
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from mpistrat.tools.verify import report
-from mpistrat.tools.verify.causes import Evidence, causes_of, needs_whole_batches
-from mpistrat.tools.verify.comparison import Verdict, compare, is_repeatable
+from mpistrat.tools.verify.causes import cause_of_split, causes_of, other_data
+from mpistrat.tools.verify.comparison import Verdict, compare
 from mpistrat.tools.verify.recording import Recording, Step, sample
+from mpistrat.tools.verify.report import text_of
 
 EPSILON = float(np.finfo(np.float64).eps)
 WEIGHTS = np.array([1.0, 2.0, 3.0])
@@ -43,14 +42,14 @@ def parts(*, factor: float = 1.0, ranks: int = 2) -> list[Recording]:
     return found
 
 
-def judged(ranks: list[Recording]) -> Verdict:
-    return compare([recording()], CONTROL, ranks)
+def judged(ranks: list[Recording], reference: Recording | None = None) -> Verdict:
+    return compare([reference or recording()], CONTROL, ranks)
 
 
-def evidence(ranks: list[Recording], reference: Recording | None = None) -> Evidence:
-    difference = judged(ranks).difference
-    assert difference is not None
-    return Evidence(difference, [reference or recording()], ranks)
+def differing(ranks: list[Recording], reference: Recording | None = None) -> Verdict:
+    found = judged(ranks, reference)
+    assert found.outcome == "tensor"
+    return found
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 512, 513, 100_000])
@@ -68,28 +67,34 @@ def test_a_sample_stands_for_its_tensor(size: int) -> None:
 @pytest.mark.parametrize("factor", [1.0, 1 + 4 * EPSILON, 1 - 30 * EPSILON])
 def test_rounding_is_no_difference(factor: float) -> None:
     verdict = judged(parts(factor=factor))
-    assert verdict.difference is None
-    assert verdict.largest <= 64 * EPSILON
-    lines = report.equal(verdict, [recording()], parts())
-    assert lines[0] == "EQUAL up to rounding: 2 ranks compute as 1 rank in 3 steps."
+    assert verdict.outcome == "equal"
+    assert verdict.distance <= 512 * EPSILON
+    assert text_of(verdict, []).startswith(
+        "EQUAL up to rounding: 2 ranks compute as 1 rank in 3 of 3 steps.\n"
+    )
 
 
 def test_ranks_on_gloo_are_compared_rank_by_rank() -> None:
     """As buffers of batch norms, which DDP leaves to each rank."""
     references = [recording(0), recording(1, factor=1.5)]
-    assert compare(references, CONTROL, [recording(0), recording(1, factor=1.5)]).difference is None
-    found = compare(references, CONTROL, [recording(0), recording(1)]).difference
-    assert found is not None
-    assert found.rank == 1
+    ranks = [recording(0), recording(1, factor=1.5)]
+    assert compare(references, CONTROL, ranks).outcome == "equal"
+    found = compare(references, CONTROL, [recording(0), recording(1)])
+    assert (found.outcome, found.rank) == ("tensor", 1)
+    assert "  2 ranks on gloo: norm 5.61" in text_of(found, [])
 
 
 def test_the_control_raises_the_limit() -> None:
     """A program whose numbers are as unstable as its control's is right."""
     ranks = parts(factor=1 + 1e-9)
-    assert compare([recording()], recording(factor=1 + 1e-10), ranks).difference is None
-    assert judged(ranks).difference is not None
-    assert is_repeatable(recording(), CONTROL)
-    assert not is_repeatable(recording(), recording(factor=1.5))
+    control = recording(factor=1 + 1e-10)
+    assert compare([recording()], control, ranks).outcome == "equal"
+    assert judged(ranks).outcome == "tensor"
+
+
+def test_a_program_that_cannot_be_repeated_is_not_compared() -> None:
+    verdict = compare([recording()], recording(factor=1.5), parts(factor=1.5))
+    assert (verdict.outcome, verdict.number) == ("equal", 0)
 
 
 def test_chaos_is_not_judged() -> None:
@@ -99,23 +104,19 @@ def test_chaos_is_not_judged() -> None:
     ranks = parts()
     ranks[0].steps[1].tensors["values"]["0"] = sample(WEIGHTS * 1e6)
     verdict = compare([recording()], control, ranks)
-    assert (verdict.difference, verdict.steps) == (None, 1)
-    lines = report.equal(verdict, [recording()], ranks)
-    assert lines[0].endswith("in 1 steps.")
-    assert lines[2] == "  In later steps rounding alone changes the numbers beyond recognition."
+    assert (verdict.outcome, verdict.number) == ("equal", 1)
+    assert "in 1 of 3 steps." in text_of(verdict, [])
 
 
 def test_nan_is_equal_to_nan_alone() -> None:
     ranks = parts()
     reference = recording()
-    for run in (reference, CONTROL, *ranks):
+    control = recording()
+    for run in (reference, control, *ranks):
         run.steps[0].tensors["gradients"] = {"0": sample(np.array([np.nan, 1.0]))}
-    try:
-        assert compare([reference], CONTROL, ranks).difference is None
-        ranks[1].steps[0].tensors["gradients"] = {"0": sample(np.array([1.0, 1.0]))}
-        assert compare([reference], CONTROL, ranks).difference is not None
-    finally:
-        CONTROL.steps[0].tensors["gradients"] = {"0": sample(WEIGHTS * (1 + 2 * EPSILON))}
+    assert compare([reference], control, ranks).outcome == "equal"
+    ranks[1].steps[0].tensors["gradients"] = {"0": sample(np.array([1.0, 1.0]))}
+    assert compare([reference], control, ranks).outcome == "tensor"
 
 
 def test_integers_have_no_rounding() -> None:
@@ -123,17 +124,23 @@ def test_integers_have_no_rounding() -> None:
     reference = recording()
     for run, count in ((reference, 1 << 40), (ranks[0], (1 << 40) + 1), (ranks[1], 1 << 40)):
         run.steps[1].tensors["buffers"] = {"seen": sample(np.array(count))}
-    found = compare([reference], reference, ranks).difference
-    assert found is not None
-    assert (found.number, found.kind, found.key, found.rank) == (1, "buffers", "seen", 0)
+    found = compare([reference], reference, ranks)
+    assert (found.number, found.kind, found.key, found.rank) == (2, "buffers", "seen", 0)
 
 
 def test_a_gradient_of_zeros_is_as_good_as_none() -> None:
     ranks = parts()
     ranks[0].steps[0].tensors["gradients"]["1"] = sample(np.zeros(3))
-    assert judged(ranks).difference is None
+    assert judged(ranks).outcome == "equal"
     ranks[0].steps[0].tensors["gradients"]["1"] = sample(np.ones(3))
-    assert judged(ranks).difference is not None
+    assert judged(ranks).outcome == "tensor"
+
+
+def test_tensors_of_unlike_sizes_differ() -> None:
+    ranks = parts()
+    ranks[1].steps[1].tensors["values"]["0"] = sample(WEIGHTS[:2])
+    found = differing(ranks)
+    assert (found.number, found.kind, found.rank) == (2, "values", 1)
 
 
 def both(change: Callable[[Recording], None], factor: float = 1.5) -> list[Recording]:
@@ -187,99 +194,108 @@ def all_of_it(rank: Recording) -> None:
         (lambda rank: None, "All gradients are 1.5 times the right ones"),
         (normed, "BatchNorm2d in training takes the statistics of a rank's part"),
         (drawn, "Random numbers are drawn between forward and backward()"),
-        (called, "Modules are called [7, 8] times by rank, for 4"),
+        (called, "Numbers of calls of modules differ, on 1 rank and by rank: [4, 7, 8]."),
         (of_other_data, "The model got other data (sum of inputs 18 for 5)"),
         (in_another_order, "The model got the same examples in another order"),
-        (all_of_it, "All ranks together computed 4 examples in this step, for 2"),
+        (all_of_it, "The model got 4 examples in this step, for 2"),
     ],
 )
 def test_a_fact_names_a_cause(change: Callable[[Recording], None], words: str) -> None:
-    found = evidence(both(change))
-    assert (found.found.number, found.found.kind) == (0, "gradients")
+    found = differing(both(change))
+    assert (found.number, found.kind) == (1, "gradients")
     (cause,) = causes_of(found)
     assert cause.startswith(words)
-    assert not needs_whole_batches(found)
+    assert bool(other_data(found)) == ("The model got" in words)
 
 
 def test_a_hook() -> None:
     reference = recording()
     reference.hooks.add("Linear.weight")
-    (cause,) = causes_of(evidence(both(turned), reference))
+    (cause,) = causes_of(differing(both(turned), reference))
     assert cause == "A hook of Linear.weight sees the gradient of a rank's part."
+
+
+def test_a_buffer() -> None:
+    ranks = parts()
+    reference = recording()
+    for number, run in enumerate((reference, *ranks)):
+        run.steps[0].tensors["buffers"] = {"mean": sample(WEIGHTS * min(1 + number, 2))}
+    (cause,) = causes_of(compare([reference], reference, ranks))
+    assert cause.startswith("A forward writes this buffer by the examples of a rank's part")
 
 
 def test_ranks_that_differ_among_themselves() -> None:
     ranks = parts()
     turned(ranks[1])
-    found = evidence(ranks)
-    assert found.found.rank == 1
+    found = differing(ranks)
+    assert found.rank == 1
     (cause,) = causes_of(found)
-    assert cause.startswith("The ranks differ among themselves (norms by rank: 3.74165739, 3.7")
+    assert cause.startswith("The ranks differ among themselves. Gradients do")
 
 
 def test_values_that_differ_before_the_first_step() -> None:
     ranks = parts()
     ranks[1].steps[0].tensors["before"]["0"] = sample(WEIGHTS + 1)
-    among, begun = causes_of(evidence(ranks))
+    found = differing(ranks)
+    among, begun = causes_of(found)
     assert among.startswith("The ranks differ among themselves")
-    assert begun.startswith("It differs before the first step")
+    assert begun.startswith("The program has written it outside step(): weights that some ranks")
+    assert text_of(found, []).startswith("DIFFERENT at step 1: the value before the step of ")
 
 
 def test_values_that_were_written_between_steps() -> None:
     ranks = parts()
     for rank in ranks:
         rank.steps[2].tensors["before"]["0"] = sample(WEIGHTS)
-    (cause,) = causes_of(evidence(ranks))
-    assert cause == "The program has written it between two calls of step(), on rank 0."
+    found = differing(ranks)
+    (cause,) = causes_of(found)
+    assert cause.startswith("The program has written it outside step()")
+    assert text_of(found, []).startswith("DIFFERENT at step 3: the value before the step of ")
 
 
 def test_learning_rates() -> None:
     ranks = parts()
     ranks[1].steps[1].rates = [0.05]
     ranks[1].steps[1].tensors["values"]["0"] = sample(WEIGHTS)
-    _, cause = causes_of(evidence(ranks))
-    assert cause.startswith("Learning rates differ: [[0.1], [0.05]] by rank, for [0.1].")
+    _, cause = causes_of(differing(ranks))
+    assert cause.startswith("Learning rates differ, on 1 rank and by rank: [[0.1], [0.1], [0.05]].")
 
 
-@pytest.mark.parametrize(
-    ("whole", "sizes", "words"),
-    [
-        (recording(), (1, 1), "no mean over examples (pairs"),
-        (recording(factor=2.0), (1, 1), "no mean over examples (pairs"),
-        (recording(), (2, 0), "a mean over unequal parts, of [2, 0] examples"),
-    ],
-)
-def test_a_loss_that_does_not_split(whole: Recording, sizes: tuple[int, int], words: str) -> None:
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 0)])
+def test_a_loss_that_does_not_split(sizes: tuple[int, int]) -> None:
     ranks = both(turned)
     ranks[0].steps[0].examples = [0, 100][: sizes[0]]
     ranks[1].steps[0].examples = [100][: sizes[1]]
-    found = evidence(ranks)
-    assert needs_whole_batches(found)
+    found = differing(ranks)
     assert causes_of(found) == []
-    (cause,) = causes_of(dataclasses.replace(found, whole=[whole, whole]))
-    assert cause.startswith("Ranks that each compute whole batches are right, so the loss")
-    assert words in cause
+    (cause,) = cause_of_split(found, judged([recording(0), recording(1)]))
+    assert cause.startswith(f"The loss does not split into parts of {[*sizes]} examples")
+    assert cause_of_split(found, judged([recording(0, factor=2.0)])) == []
+
+
+def test_a_loss_that_does_not_split_in_the_last_step() -> None:
+    ranks = parts()
+    ranks[0].steps[2].tensors["gradients"]["0"] = sample(WEIGHTS[::-1])
+    found = differing(ranks)
+    assert found.number == 3
+    assert len(cause_of_split(found, judged([recording()]))) == 1
+    turned_at_once = recording()
+    turned(turned_at_once)
+    assert cause_of_split(found, judged([turned_at_once])) == []
+
+
+def test_buffers_of_a_step_without_gradients() -> None:
+    ranks = parts()
+    reference = recording()
+    for run in (reference, *ranks):
+        run.steps[0].tensors |= {"gradients": {}, "buffers": {"mean": sample(WEIGHTS * run.rank)}}
+    found = compare([reference], reference, ranks)
+    assert (found.kind, found.rank) == ("buffers", 1)
+    assert any("A forward writes this buffer" in cause for cause in causes_of(found))
 
 
 def test_without_a_fact_no_cause_is_named() -> None:
-    found = evidence(both(turned))
-    assert "No fact tells the causes apart." in report.different(found, causes_of(found))
-    turned_too = recording()
-    turned(turned_too)
-    (cause,) = causes_of(dataclasses.replace(found, whole=[turned_too]))
-    assert cause.endswith("the split is not the cause.")
-
-
-def test_whole_batches_prove_nothing_after_their_first_step() -> None:
-    """With a sum of gradients, their first step is too long already."""
-    ranks = parts()
-    for rank in ranks:
-        rank.steps[1].tensors["gradients"]["0"] = sample(WEIGHTS[::-1])
-    other = recording()
-    other.steps[1].tensors["gradients"]["0"] = sample(WEIGHTS * WEIGHTS)
-    found = dataclasses.replace(evidence(ranks), whole=[other])
-    assert found.found.number == 1
-    assert causes_of(found) == []
+    assert causes_of(differing(both(turned))) == []
 
 
 def test_a_report_has_15_lines_at_most() -> None:
@@ -287,24 +303,29 @@ def test_a_report_has_15_lines_at_most() -> None:
     for rank in ranks:
         for change in (normed, drawn, called):
             change(rank)
-        rank.steps[0].tensors["gradients"]["0"] = sample(WEIGHTS[::-1] * (2 + rank.rank))
+        rank.steps[0].tensors["gradients"]["0"] = sample(WEIGHTS * (2 + rank.rank))
         rank.steps[0].rates = [0.3]
         rank.steps[0].losses = [(4.0, 0.5)]
-        rank.switched_off = True
         rank.outside.add("/home/me/log")
     reference = recording()
     reference.hooks.add("Linear.weight")
+    reference.switched_off = True
     reference.steps[0].losses = [(5.0, 1.0)]
-    found = evidence(ranks, reference)
-    lines = report.different(found, causes_of(found))
-    assert len(lines) <= 15
-    assert lines[0] == "DIFFERENT at step 1: the gradient of Linear.weight on rank 1."
-    assert lines[4] == "  loss of the step: 5 and 4"
-    assert lines[-2] == "Dropout was switched off in all runs."
+    found = differing(ranks, reference)
+    lines = text_of(found, causes_of(found)).splitlines()
+    assert len(lines) == 14
+    assert lines[0] == "DIFFERENT at step 1: the gradient of Linear.weight on rank 0."
+    assert lines[1].endswith(", loss 5.0")
+    assert lines[2].endswith(", loss 4.0")
+    assert lines[-2:] == [
+        "Dropout was switched off in all runs.",
+        "All runs have written new files, such as /home/me/log.",
+    ]
 
 
 def test_another_number_of_steps() -> None:
-    ranks = [recording(0, steps=2), recording(1, steps=2)]
-    assert judged(ranks).difference is None
-    lines = report.other_number_of_steps([recording()], ranks)
-    assert lines[0] == "DIFFERENT number of steps: 3 on 1 rank, [2, 2] by rank."
+    found = judged([recording(0, steps=2), recording(1, steps=2)])
+    assert found.outcome == "steps"
+    assert text_of(found, []).startswith(
+        "DIFFERENT number of steps, on 1 rank and by rank: [3, 2, 2].\n"
+    )
