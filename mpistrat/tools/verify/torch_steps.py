@@ -56,7 +56,8 @@ def watch(recording: Recording, most: int, *, shaken: bool) -> None:
     Args:
         recording: gets the steps and facts.
         most: number of steps to record.
-        shaken: whether parameters are changed by rounding before and after each step, for the control.
+        shaken: whether parameters are changed by rounding, for the control: before the first forward, and before and
+            after each step.
     """
     global _recording, _most, _is_shaken
     _recording = recording
@@ -128,6 +129,9 @@ def _note_module(module: Module) -> None:
     """Note the parts of a module, and switch off the dropout of attention and RNNs, which hand it on."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     kind = type(inner).__name__
+    if _is_shaken and _roots.get(kind) is not inner:  # before its first forward
+        for parameter in inner.parameters():
+            _shake(parameter)
     _roots[kind] = inner
     parts = [*inner.named_parameters(prefix=kind), *inner.named_modules(prefix=kind)]
     for name, part in parts:
@@ -151,6 +155,12 @@ def _note_inputs(arguments: list[Any]) -> None:
         _step.examples += [zlib.crc32(row) for row in inputs[0]]
 
 
+def _shake(parameter: Tensor) -> None:
+    epsilon = max(_recording.epsilon, torch.finfo(parameter.dtype).eps)
+    noise = torch.sin(parameter.data.float() * 1e6)  # draws no random numbers
+    parameter.data.mul_(1 + 2 * epsilon * noise)
+
+
 def _note_precision(tensor: Tensor) -> None:
     _recording.epsilon = max(_recording.epsilon, torch.finfo(tensor.dtype).eps)
 
@@ -171,8 +181,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if parameter.grad is not None:
             gradients[key] = parameter.grad
         if _is_shaken:
-            noise = torch.sin(parameter.data.float() * 1e6)  # draws no random numbers
-            parameter.data.mul_(1 + 2 * _recording.epsilon * noise)
+            _shake(parameter)
         _recording.labels[key] = _names.get(parameter, key)
         _note_precision(parameter)
     if "before" not in _step.tensors:
