@@ -81,21 +81,25 @@ def die_within(owner: Any, name: str, longest: float) -> None:
     setattr(owner, name, timed)
 
 
-def die_in_submitted_work() -> None:
-    submit = CommunicationThread.submit
+submit = CommunicationThread.submit
+dies_in_work = False
 
-    def timed(self: CommunicationThread, work: Callable[[], None], frame: Any) -> Any:
-        def dies() -> None:
+
+def submit_and_die(self: CommunicationThread, work: Callable[[], None], frame: Any) -> Any:
+    def dies() -> None:
+        if dies_in_work:
             threading.Timer(seconds * 1e-3, die).start()
-            work()
+        work()
 
-        return submit(self, dies, frame)
+    return submit(self, dies, frame)
 
-    CommunicationThread.submit = timed  # type: ignore[method-assign]
+
+CommunicationThread.submit = submit_and_die  # type: ignore[method-assign]
 
 
 def prepare_to_die() -> None:
     """The step that the seed chose begins."""
+    global dies_in_work
     if place in ("forward", "recovery"):
         die()
     elif place == "window":
@@ -103,7 +107,7 @@ def prepare_to_die() -> None:
     elif place == "MPI":
         die_within(MpiTransport, "all_reduce", 1e-3)
     elif place == "overlap":
-        die_in_submitted_work()
+        dies_in_work = True
     elif place == "commit":
         die_at_call(committed_states, "copied", 5)
     else:
