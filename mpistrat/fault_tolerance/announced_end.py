@@ -12,11 +12,12 @@ from collections.abc import Callable
 from mpistrat.cluster_resolver.slurm.job import SlurmJob
 from mpistrat.fault_tolerance.polling import keep_asking
 from mpistrat.fault_tolerance.signal_flag import SignalFlag
-from mpistrat.fault_tolerance.step_times import StepTimes
 from mpistrat.fault_tolerance.termination_config import TerminationConfig
 from mpistrat.fault_tolerance.time_limit import TimeLimit
 from mpistrat.machine.notices import tell
 
+# `longest` is multiplied by this at each step, so a step of ten times the usual length is forgotten after 230 steps.
+_REMEMBERED = 0.99
 # The levels of a rank's word; the greatest level of all ranks counts.
 NOTHING = 0
 SAVE = 1
@@ -147,3 +148,29 @@ def _ask_watcher(watcher: Callable[[], bool], is_near: threading.Event) -> bool:
     if watcher():
         is_near.set()
     return is_near.is_set()
+
+
+class StepTimes:
+    """The times from the end of one step to the end of the next, in seconds, with the time for reading input.
+
+    Attributes:
+        mean: mean of all times; 0.0 before the second step.
+        longest: longest of the last times. It shrinks by 1 % at each step, until a longer time comes. 0.0 before the
+            second step.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.longest = 0.0
+        self._intervals = 0
+        self._last: float | None = None
+
+    def step(self) -> None:
+        """Record the time since the last call. Called once in each step, always at the same place."""
+        now = time.monotonic()
+        if self._last is not None:
+            took = now - self._last
+            self._intervals += 1
+            self.mean += (took - self.mean) / self._intervals
+            self.longest = max(took, _REMEMBERED * self.longest)
+        self._last = now
