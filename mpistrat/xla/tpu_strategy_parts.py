@@ -6,12 +6,16 @@ import dataclasses
 import functools
 from typing import Any
 
+from mpistrat import arrays
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.strategy_extended import Parts
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.strategies import strategy_parts
+from mpistrat.strategies.replicated_variables import CopyPerReplica
 from mpistrat.strategies.strategy_arguments import StrategyArguments
+from mpistrat.variables.variable import Variable
+from mpistrat.variables.variable_arguments import VariableArguments
 from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 from mpistrat.xla.logical_devices import LogicalDevices
 from mpistrat.xla.recorded_steps import RecordedSteps
@@ -19,8 +23,18 @@ from mpistrat.xla.replica_cores import ReplicaCores
 from mpistrat.xla.replicas import RecordedReplicas, ReplicasOnCores, components_on
 from mpistrat.xla.started_ops import StartedOps
 from mpistrat.xla.system import TpuSystem
-from mpistrat.xla.variables_on_device import VariablesOnDevice
 from mpistrat.xla.xla_extended import XlaExtended
+
+
+class VariablesOnDevice(CopyPerReplica):
+    """Makes each variable of a `TPUStrategy` a torch tensor on the rank's device, even from a NumPy array or number."""
+
+    def create(self, asked: VariableArguments) -> Variable:
+        with self.communicator.raising_together():
+            value = asked.initial_array()
+            if not arrays.is_cupy(value):
+                value = arrays.to_device(arrays.as_tensor(value), self.devices[0])
+        return super().create(asked._replace(initial_value=value, dtype=None))
 
 
 def on_xla(
