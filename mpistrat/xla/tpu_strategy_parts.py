@@ -7,15 +7,17 @@ import functools
 from typing import Any
 
 from mpistrat import arrays
+from mpistrat.context import AnyStrategy
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.replicas.strategy_extended import Parts
+from mpistrat.replicas.strategy_extended import Parts, StrategyExtended
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.strategies import strategy_parts
 from mpistrat.strategies.replicated_variables import CopyPerReplica
 from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.variable_arguments import VariableArguments
+from mpistrat.xla.compilations import Compilations
 from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 from mpistrat.xla.logical_devices import LogicalDevices
 from mpistrat.xla.recorded_steps import RecordedSteps
@@ -23,7 +25,31 @@ from mpistrat.xla.replica_cores import ReplicaCores
 from mpistrat.xla.replicas import RecordedReplicas, ReplicasOnCores, components_on
 from mpistrat.xla.started_ops import StartedOps
 from mpistrat.xla.system import TpuSystem
-from mpistrat.xla.xla_extended import XlaExtended
+
+
+class XlaExtended(StrategyExtended):
+    """`StrategyExtended` for replicas on XLA devices.
+
+    Attributes:
+        compilations: counts the graphs that XLA compiled for this rank's steps.
+        logical_devices: lays tensors out over the devices of the rank's replica.
+    """
+
+    experimental_require_static_shapes = True
+
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        parts: Parts,
+        compilations: Compilations,
+        logical_devices: LogicalDevices,
+    ) -> None:
+        super().__init__(strategy, parts)
+        self.compilations = compilations
+        self.logical_devices = logical_devices
+
+    def check_destination(self, destinations: Any) -> None:
+        """Accept every destination, because each rank reduces to its own devices."""
 
 
 class VariablesOnDevice(CopyPerReplica):
