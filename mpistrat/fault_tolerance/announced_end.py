@@ -28,7 +28,7 @@ _STEPS_BEFORE_THE_END = 6
 # It may be as long as a checkpoint takes, even if that is more.
 _PART_UNTIL_MEASURED = 0.5
 _PART_WHEN_MEASURED = 0.1
-# `StepTimes.longest` is multiplied by this at each step. So a step of ten times the usual length is forgotten after 230.
+# `StepTimes.longest` is multiplied by this at each step. So ten times the usual length is forgotten after 230 steps.
 _REMEMBERED = 0.99
 # Slurm is asked again after a tenth of the time that is left, because limits can change. These bounds are in seconds.
 SHORTEST_PAUSE = 10.0
