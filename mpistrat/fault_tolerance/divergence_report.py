@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpistrat import arrays
+from mpistrat.arrays import Array
 from mpistrat.errors import DivergenceError
-from mpistrat.fault_tolerance.difference import difference
 from mpistrat.fault_tolerance.digests import bits, describe, digest
 from mpistrat.fault_tolerance.mirrored_state import Key, MirroredThing, mirrored_state
 
@@ -163,3 +163,51 @@ def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
         for i, each in enumerate(differences)
         if each is not None
     ]
+
+
+class Difference(NamedTuple):
+    """How an array differs from a reference array. `str()` gives a text for messages."""
+
+    differing: int  # elements whose bits differ
+    elements: int
+    place: tuple[int, ...]  # index of the largest difference; a NaN differs more than any number
+    value: float
+    reference: float
+
+    def __str__(self) -> str:
+        at = f" at {list(self.place)}" if self.place else ""
+        return (
+            f"{self.differing} of {self.elements} elements, most{at}: {self.value:.9g} instead of "
+            f"{self.reference:.9g}"
+        )
+
+
+def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Difference | None:
+    """Return how many elements of `found` differ from `reference`, and the element with the largest difference.
+
+    Args:
+        found, reference: bits of arrays as `digests.bits` returns them, 1-D integers on the host.
+        like: an array with the shape and dtype of both. A complex number counts as two elements.
+    Returns: a `Difference`; None if all bits are equal.
+    """
+    different = np.flatnonzero(found != reference)
+    if not len(different):
+        return None
+    values, references = (_values(flat, like)[different] for flat in (found, reference))
+    with np.errstate(all="ignore"):
+        sizes = np.abs(values - references)
+    most = int(np.argmax(np.where(np.isnan(sizes), np.inf, sizes)))
+    is_complex = arrays.dtype_name(like).startswith("complex")
+    shape = (*like.shape, 2) if is_complex else tuple(like.shape)
+    index = tuple(map(int, np.unravel_index(int(different[most]), shape)))
+    return Difference(
+        len(different), found.size, index, float(values[most]), float(references[most])
+    )
+
+
+def _values(flat: np.ndarray, like: Array) -> np.ndarray:
+    if arrays.is_torch(like):
+        import torch
+
+        return torch.from_numpy(flat).view(like.real.dtype).double().numpy()
+    return flat.view(str(like.real.dtype)).astype(np.float64)

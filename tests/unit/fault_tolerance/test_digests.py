@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.fault_tolerance.difference import difference
 from mpistrat.fault_tolerance.digests import ROW, bits, digest
+from mpistrat.fault_tolerance.divergence_report import difference
 
 SHAPES = [(), (1,), (0,), (7,), (ROW,), (ROW + 1,), (3, ROW), (5, 1000), (2, 3, ROW // 2)]
 TORCH = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64]
