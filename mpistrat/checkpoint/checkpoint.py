@@ -32,9 +32,6 @@ _RESIDUALS = "residuals"
 STEPS_OF_HANDLER = "total_run_calls"  # of a PreemptionCheckpointHandler
 _NOT_OF_PROGRAM = {_STRATEGY, RANDOM, _RESIDUALS, STEPS_OF_HANDLER}
 
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
-
 
 class Checkpoint:
     """The objects of a checkpoint: their states are saved and restored together.

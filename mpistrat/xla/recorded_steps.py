@@ -14,7 +14,6 @@ from mpistrat import arrays, nest
 from mpistrat.liveness.call_site import raised_at
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.values import DistributedValues
-from mpistrat.xla import step_errors
 from mpistrat.xla.compilations import Compilations, name_of
 from mpistrat.xla.runtime import EARLY_READ, INFERENCE_MODE, ON_HOST, Runtime
 
@@ -77,11 +76,11 @@ class RecordedSteps:
             text = str(error)
             if EARLY_READ in text:
                 left = self._runtime.graphs.fallbacks() - on_host
-                explained = step_errors.early_read(step_of_rank, error, [*left])
+                explained = early_read(step_of_rank, error, [*left])
             elif ON_HOST in text:
-                explained = step_errors.array_on_host(step_of_rank, error, brought(), self._device)
+                explained = array_on_host(step_of_rank, error, brought(), self._device)
             elif INFERENCE_MODE in text:
-                explained = step_errors.inference_mode(step_of_rank, error)
+                explained = inference_mode(step_of_rank, error)
             else:
                 raise
             # The tensor that the program tried to read has lost its value. XLA computes nothing more while a frame of
