@@ -61,7 +61,8 @@ def _answer(url: str) -> str | OSError | None:
             trouble: OSError = error
             is_busy = error.code >= 500 or error.code == 429
         except OSError as error:  # the `reason` of a URLError is its cause
-            trouble, is_busy = error, isinstance(getattr(error, "reason", error), TimeoutError)
+            trouble = error
+            is_busy = isinstance(getattr(error, "reason", error), TimeoutError)
         except (http.client.HTTPException, ValueError) as error:
             return OSError(str(error))
         if not is_busy:

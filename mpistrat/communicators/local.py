@@ -40,7 +40,8 @@ class LocalCommunicator(Communicator):
         cause: Exception | None = None,
         follows: bool = False,
     ) -> None:
-        target, reduction = buffer if out is None else out, as_reduction(reduction)
+        target = buffer if out is None else out
+        reduction = as_reduction(reduction)
         check_reduction(reduction.op, reduction.scale, buffer)
         if out is not None:
             check_out(buffer, out)
@@ -55,7 +56,8 @@ class LocalCommunicator(Communicator):
         from mpistrat.communicators.host_views import bytes_of
         from mpistrat.communicators.reduction.tree import tree_sum_of
 
-        memory, how = bytes_of(sums), tree_sum_of(sums.dtype, tree)
+        memory = bytes_of(sums)
+        how = tree_sum_of(sums.dtype, tree)
         how.combine([how.view(memory)], how.view(memory), reduction.scale)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:

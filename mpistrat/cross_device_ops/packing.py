@@ -65,7 +65,8 @@ class Pack:
         Returns: a tuple of these counts, the addresses of the memory and of the pieces, and whether each piece needs
             gradients. If it equals `alone`, nobody uses the pack, and nobody has changed its pieces.
         """
-        torch, storage = sys.modules["torch"], self.flat.untyped_storage()
+        torch = sys.modules["torch"]
+        storage = self.flat.untyped_storage()
         return (
             torch._C._storage_Use_Count(storage._cdata),
             *(sys.getrefcount(storage), self.flat.data_ptr()),

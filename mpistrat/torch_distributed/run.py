@@ -174,10 +174,14 @@ def _look(seconds: float) -> None:
 
     # These functions wait for a program's own processes.
     joins = {BaseProcess.join.__code__, ProcessContext.join.__code__}
-    since, used, pause = time.monotonic(), 0.0, seconds / 4
+    since = time.monotonic()
+    used = 0.0
+    pause = seconds / 4
     while not has_default_group():
         time.sleep(pause)
-        now, before, used = time.monotonic(), used, _used_by_children()
+        now = time.monotonic()
+        before = used
+        used = _used_by_children()
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         if joins.isdisjoint(each.f_code for each, _ in traceback.walk_stack(frame)):
             since = now

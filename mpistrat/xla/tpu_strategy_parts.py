@@ -56,7 +56,8 @@ class StartedOps(CrossReplicaOps):
 def _started(result: Any) -> Any:
     parts: list[Any] = []
     for leaf in nest.flatten(result):
-        slices, several = isinstance(leaf, IndexedSlices), isinstance(leaf, DistributedValues)
+        slices = isinstance(leaf, IndexedSlices)
+        several = isinstance(leaf, DistributedValues)
         parts += (leaf.values, leaf.indices) if slices else leaf.values if several else (leaf,)
     xla.start().graphs.start([part for part in parts if arrays.is_on_xla(part)])
     return result

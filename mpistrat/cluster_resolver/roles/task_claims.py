@@ -67,7 +67,8 @@ def exchange(
     try:
         claim = make_claim()
     except Exception as error:
-        cause, claim = error, TaskClaim(error=_picklable(error))
+        cause = error
+        claim = TaskClaim(error=_picklable(error))
     claims = all_gather_object(claim)
     for rank, failed in enumerate(claims):
         if failed.error is not None:

@@ -343,7 +343,8 @@ class StackRequest:
     """
 
     def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
-        self._stacks, self._before = stacks, 0  # bytes in the file before the request
+        self._stacks = stacks
+        self._before = 0  # bytes in the file before the request
         self.sent = False
         self._deadline = time.monotonic() + deadlines.OBSERVER_WAITS_FOR_STACK
         if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
@@ -359,7 +360,8 @@ class StackRequest:
         """
         answer = ""
         while self.sent:
-            before, answer = answer, self._answer()
+            before = answer
+            answer = self._answer()
             # A process without a core may stop in the middle of its answer. Read the file before a look at the
             # deadline, because the observer may have waited for other processes until now.
             is_complete = answer == before and bool(_frames(answer))

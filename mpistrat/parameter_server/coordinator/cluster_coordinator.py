@@ -52,7 +52,9 @@ class ClusterCoordinator:
         return coordinator
 
     def _begin(self, strategy: Strategy, cluster: Cluster) -> None:
-        self._strategy, self._cluster, self._queue = strategy, cluster, ClosureQueue()
+        self._strategy = strategy
+        self._cluster = cluster
+        self._queue = ClosureQueue()
         self._resources = per_worker.ResourceTable(cluster.references, len(cluster.workers))
         self._dispatcher = Dispatcher(cluster, self._queue, self._resources)
 
@@ -184,7 +186,8 @@ class ClusterCoordinator:
 
     def __repr__(self) -> str:
         workers = self._resources.workers
-        waiting, under_way = len(self._queue), len(self._queue.under_way)
+        waiting = len(self._queue)
+        under_way = len(self._queue.under_way)
         return f"<{type(self).__name__} {workers=} {waiting=} {under_way=}>"
 
     def end(self) -> None:

@@ -61,7 +61,8 @@ class Worker:
         self._chief = chief
         self._index = index
         self._in_closure = in_closure
-        self._references, self._resources = references, ResourceCache(references)
+        self._references = references
+        self._resources = ResourceCache(references)
         self._waiting: collections.deque[_Arrived] = collections.deque()
         self._begun = 0.0  # time when the running closure began
         self._busy = threading.Event()

@@ -109,7 +109,8 @@ class DeviceAssignment:
         mesh = tuple(_check_topology(topology).mesh_shape.tolist())
         shape = _lengths("computation_shape", computation_shape)
         stride = _lengths("computation_stride", computation_stride)
-        room, mode = _room(mesh, shape, stride), _mode(device_order_mode)
+        room = _room(mesh, shape, stride)
+        mode = _mode(device_order_mode)
         num_replicas = operator.index(num_replicas)
         if not 0 <= num_replicas <= math.prod(room):
             raise ValueError(
@@ -324,7 +325,8 @@ def _by_device(
         raise ValueError(
             f"computation_stride is {list(stride)}, and this mesh has places without a device: there it must be 1"
         )
-    cores, present = math.prod(shape), topology.num_tasks * topology.num_tpus_per_task
+    cores = math.prod(shape)
+    present = topology.num_tasks * topology.num_tpus_per_task
     if num_replicas * cores > present:
         raise ValueError(
             f"{num_replicas} replicas of {cores} cores need {num_replicas * cores}; of the mesh "
