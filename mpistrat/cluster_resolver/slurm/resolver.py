@@ -15,6 +15,7 @@ from mpistrat.cluster_resolver.launcher import NODE_NAME, describes_daemons
 from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
 from mpistrat.errors import TopologyError
 from mpistrat.machine.gpus import VISIBLE_DEVICES, visible_gpus
+from mpistrat.settings import Environment
 from mpistrat.topology import Topology
 
 RANK = "SLURM_PROCID"  # "3"
@@ -274,7 +275,7 @@ class SlurmClusterResolver(ClusterResolver):
         return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
 
 
-def hosts_of_components(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
+def hosts_of_components(environ: Environment = os.environ) -> list[list[str]]:
     """Return a list of the node names of each component of a heterogeneous job.
 
     Returns: [] outside such a job, and if Slurm has not set the components' node lists.
@@ -284,7 +285,7 @@ def hosts_of_components(environ: Mapping[str, str] = os.environ) -> list[list[st
     return [_hosts_in(environ, name) for name in itertools.takewhile(environ.__contains__, names)]
 
 
-def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
+def own_component(environ: Environment = os.environ) -> int | None:
     """Return the number, from 0, of the heterogeneous job's component that has this process's node.
 
     No two components share a node. Called by: `job_roles`.
@@ -296,7 +297,7 @@ def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((number for number, nodes in enumerate(hosts) if node in nodes), None)
 
 
-def _hosts_in(environ: Mapping[str, str], name: str) -> list[str]:
+def _hosts_in(environ: Environment, name: str) -> list[str]:
     """Return the hosts in the host list of the variable `name`; [] if the variable is not set.
 
     Raises: TopologyError if the list cannot be read, or names a node twice (except in `ARBITRARY_LIST`).
