@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mpistrat.checkpoint.lazy_mapping import LazyMapping
 from mpistrat.checkpoint.object_states import (
@@ -21,10 +21,8 @@ from mpistrat.context import get_strategy, outside_replica_block
 from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpistrat.machine.notices import tell
 from mpistrat.settings import rank_pid
+from mpistrat.strategy import Strategy
 from mpistrat.variables.variable import Variable
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
 
 _STRATEGY = "strategy"
 RANDOM = "random"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.checkpoint.schema import COUNT, Schema, check
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.strategy_extended import StrategyExtended
+from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 def local_replicas(extended: StrategyExtended) -> dict[str, int]:

@@ -131,7 +131,7 @@ def read_claim(environ: Environment = os.environ, family: str = "") -> LauncherC
     return next(_claims(environ, family), None)
 
 
-def certain_rank(environ: Environment = os.environ) -> tuple[int, int] | None:
+def certain_rank() -> tuple[int, int] | None:
     """Return (rank, number of ranks) from the launcher's variables, if they are certain before MPI starts.
 
     Called by: code that runs before MPI_Init: `rank_end`, and the start of the observer.
@@ -139,9 +139,9 @@ def certain_rank(environ: Environment = os.environ) -> tuple[int, int] | None:
         heterogeneous Slurm job, and if Cray's MPICH may number the ranks anew.
     Raises: TopologyError if a variable is not a number.
     """
-    match read_claim(environ):
+    match read_claim():
         case LauncherClaim(rank=int(rank), size=int(size), at_least=False) if size > 1:
-            return None if _REORDER in environ else (rank, size)
+            return None if _REORDER in os.environ else (rank, size)
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator
@@ -16,9 +16,7 @@ from mpistrat.communicators.operand_checks import (
     check_reduction,
 )
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.reduction.tree import ReductionTree
+from mpistrat.communicators.reduction.tree import ReductionTree
 
 
 class LocalCommunicator(Communicator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import DivergenceError
 from mpistrat.fault_tolerance.digests import bits, describe, digest
 from mpistrat.fault_tolerance.mirrored_state import Key, MirroredThing, mirrored_state
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
+from mpistrat.strategy import Strategy
 
 _MOST_TOLD = 8  # copies or names in a message
 _MOST_CHARACTERS = 80  # of a value in a message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from mpistrat.communicators import Communicator
 from mpistrat.input import readers
@@ -17,9 +17,7 @@ from mpistrat.input.splitting import ReplicaPieces
 from mpistrat.machine.notices import tell, warn_on_first_rank
 from mpistrat.options import AutoShardPolicy, InputOptions
 from mpistrat.replicas.input_plan import Share
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.strategy_extended import StrategyExtended
+from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 def distribute(

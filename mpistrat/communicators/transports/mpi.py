@@ -95,15 +95,15 @@ class MpiTransport(Transport):
         else:
             self.comm.Reduce_scatter_block(view_of(buffer), view_of(operands.target), op)
 
-    def start_all_reduce(self, buffer: np.ndarray, op: str = "sum") -> Callable[[], bool]:
-        """Begin an all-reduce of `buffer` in place, without waiting.
+    def start_max(self, buffer: np.ndarray) -> Callable[[], bool]:
+        """Begin an all-reduce of `buffer` in place to the greatest values, without waiting.
 
         Called by: `MessageAgreement`.
 
         Returns: a function of no arguments: whether all ranks have combined `buffer`. Until it returns True, call it
             again, and do not touch `buffer`.
         """
-        return self.comm.Iallreduce(MPI.IN_PLACE, buffer, OPS[op]).Test
+        return self.comm.Iallreduce(MPI.IN_PLACE, buffer, MPI.MAX).Test
 
     def broadcast(self, operands: Operands) -> None:
         self.comm.Bcast([view_of(operands.buffer), MPI.BYTE], operands.root)

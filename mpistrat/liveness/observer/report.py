@@ -125,7 +125,7 @@ def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> s
     first, *more = absent
     how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
     so_did = f" (so did {_ranks(more)})" if more else ""
-    wait = _verb(waiting, "wait")
+    wait = _wait(waiting)
     return (
         f"{first.who} {how}{so_did}, but {_ranks(waiting)} {wait} for all ranks to start MPI, or to "
         "build the strategy.\nEvery rank must do so. Is the call inside an `if rank == 0:`, or did a rank end because "
@@ -149,7 +149,7 @@ def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds:
         seconds: how long the ranks `gone` have waited.
     """
     lines = [
-        f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_verb(gone, 'wait')} for the other "
+        f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_wait(gone)} for the other "
         "ranks. If one of these waits in turn, in an MPI call of the program's own, this job hangs:"
     ]
     return "\n".join(lines + _what_they_do(_without(ranks, gone)))
@@ -305,7 +305,7 @@ def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
             calls.setdefault(text, []).append(rank)
     lines = []
     for text, inside in calls.items():
-        wait = _verb(inside, "wait")
+        wait = _wait(inside)
         lines.append(f"  {_ranks(inside)} {wait} {text}")
     return lines
 
@@ -314,8 +314,8 @@ def _without(ranks: list[ObservedRank], others: list[ObservedRank]) -> list[Obse
     return [rank for rank in ranks if rank not in others]
 
 
-def _verb(ranks: list[ObservedRank], verb: str) -> str:
-    return f"{verb}s" if len(ranks) == 1 else verb
+def _wait(ranks: list[ObservedRank]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _ranks(ranks: list[ObservedRank]) -> str:

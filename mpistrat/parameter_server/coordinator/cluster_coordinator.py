@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from mpistrat import nest
 from mpistrat.context import check_call
@@ -15,9 +15,7 @@ from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
 from mpistrat.parameter_server.coordinator.dispatcher import Cluster, Dispatcher
 from mpistrat.parameter_server.coordinator.pickling import loads, raise_explained
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
+from mpistrat.strategy import Strategy
 
 
 class ClusterCoordinator:

@@ -12,17 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.parameter_server.coordinator.failures import SentError, pack_error
 from mpistrat.parameter_server.coordinator.per_worker import ResourceCache
 from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads, raise_explained
-
-if TYPE_CHECKING:
-    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
-
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 
 # Notices: CLOSURES from the chief, OUTCOMES and RETURNED to the chief. Their bodies:
 CLOSURES = "closures"  # new resources by id, ids of dropped resources, [(id, name, payload)]
