@@ -5,16 +5,18 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.contract.joint_errors import RaisingTogether, mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import UNCHECKED, Unchecked
 from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
 from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.communicators.reduction.tree import ReductionTree
 from mpistrat.liveness.call_site import message_of, raised_at
 from mpistrat.options import CommunicationImplementation
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.reduction.tree import ReductionTree
 
 
 class Communicator(abc.ABC):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,9 @@ from mpistrat.machine.devices import torch_accelerator
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, Slot, version
 from mpistrat.pytorch.writes_by_hand import WritesByHand
-from mpistrat.replicas.replicas import Replicas
+
+if TYPE_CHECKING:
+    from mpistrat.replicas.replicas import Replicas
 
 
 class TorchState:
