@@ -303,6 +303,9 @@ def _known_strategy(value: Any) -> Any:
 class Residuals:
     """The state of a strategy's wire format in a checkpoint: residuals, and the buckets in which gradients are sent.
 
+    Residuals are the values that a wire format leaves out of a message and adds to the next one. A restart without them
+    would lose these parts of the gradients.
+
     On the same number of ranks, each rank goes on with its own residuals. On another number, rank 0 also adds the
     residuals of ranks that are gone, if residuals are of whole buffers. If a rank had residuals of a slice, or if other
     parameters are mirrored, all residuals begin at zero, and a warning says so.

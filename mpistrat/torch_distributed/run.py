@@ -160,7 +160,12 @@ def _show_only_the_program(part: types.TracebackType | None) -> None:
 
 
 def look_for_spawned_ranks() -> None:
-    """Start the thread that gives the notice; do nothing if MPISTRAT_STALL_SECONDS is 0. Called by: rank 0."""
+    """Start a thread that gives a notice if the program starts ranks by `torch.multiprocessing.spawn`.
+
+    Such ranks wait forever. Each connects to a store at the program's address, and no process opens that store.
+
+    Nothing is started if MPISTRAT_STALL_SECONDS is 0. Called by: rank 0.
+    """
     if seconds := stall_seconds():
         threading.Thread(target=_look, args=(seconds,), name="mpistrat spawn", daemon=True).start()
 
