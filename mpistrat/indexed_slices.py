@@ -32,7 +32,8 @@ class IndexedSlices:
     dense_shape: Any = None
 
     def __post_init__(self) -> None:
-        values, indices = arrays.as_operand(self.values), arrays.as_array(self.indices)
+        values = arrays.as_operand(self.values)
+        indices = arrays.as_array(self.indices)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "indices", indices)
         if indices.ndim != 1 or values.ndim == 0 or indices.shape[0] != values.shape[0]:

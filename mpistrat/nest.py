@@ -103,7 +103,7 @@ def take_apart(structure: Any, is_leaf: IsLeaf = None) -> _Apart:
     nested: list[_Apart] = []
     leaves = list(children)
     inside: Sequence[str] = ["*"] * len(leaves)
-    if not _are_leaves(children):
+    if any(map(_is_structure, set(map(type, children)))):  # distinct classes are few
         nested = [take_apart(child, is_leaf) for child in children]
         parts, inside, _ = zip(*nested, strict=True)
         leaves = list(itertools.chain(*parts))
@@ -139,16 +139,6 @@ def _arranged(
         if all(new is old for new, old in zip(children, before, strict=True)):
             return structure  # has attributes that `rebuild` does not know
     return rebuild(structure, children)
-
-
-def _are_leaves(children: Any) -> bool:
-    """Whether none of `children` is a structure. It looks at their distinct classes only, because these are few."""
-    return not any(map(_is_structure, set(map(type, children))))
-
-
-def pack_like(structure: Any, flat: list[Any]) -> Any:
-    """Return a structure of the shape of `structure` with the leaves `flat`: the inverse of `flatten`."""
-    return take_apart(structure)[2](flat)
 
 
 def describe(structure: Any) -> str:

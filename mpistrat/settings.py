@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from mpistrat.errors import TopologyError
 
 T = TypeVar("T")
+Environment = Mapping[str, str]  # variables by name, as in `os.environ`
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Setting(Generic[T]):
     expected: str = ""
     internal: bool = False
 
-    def __call__(self, environ: Mapping[str, str] = os.environ) -> T:
+    def __call__(self, environ: Environment = os.environ) -> T:
         """Return the parsed value of the variable in `environ`, or of `default` if the variable is not set there.
 
         Raises: TopologyError if the text is no valid value.
@@ -178,7 +179,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
 USERS_CACHE = "XDG_CACHE_HOME"
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+def cache_folder(environ: Environment = os.environ) -> str | None:
     """Return the absolute path of the folder that keeps measurements of transports for later jobs. It need not exist.
 
     Returns: None if MPISTRAT_CACHE is "off", or if the user has no home folder: then nothing is kept.
@@ -216,7 +217,7 @@ MPI_TRANSPORTS = (
 _OF_THE_JOB = "HOSTNAME"
 
 
-def transport_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def transport_settings(environ: Environment = os.environ) -> dict[str, str]:
     """Return the variables in `environ` that choose how MPI moves bytes, from name to text, sorted by name.
 
     Called by: the measurement of transports, because a stored result counts only for equal variables.

@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,7 @@ from mpistrat.checkpoint.replica_states import StatesOfReplicas, local_replicas,
 from mpistrat.checkpoint.schema import Schema, check
 from mpistrat.input import generator_states
 from mpistrat.liveness.call_site import outside
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
+from mpistrat.strategy import Strategy
 
 
 class RandomStates:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.checkpoint.schema import COUNT, Schema, check
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.strategy_extended import StrategyExtended
+from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 def local_replicas(extended: StrategyExtended) -> dict[str, int]:
@@ -29,7 +27,8 @@ def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> 
     Args:
         of_each: schema of an entry of that list.
     """
-    first, count = state.get("first_replica"), state.get("replicas")
+    first = state.get("first_replica")
+    count = state.get("replicas")
     least = first + count if type(first) is int and type(count) is int else 1
 
     def check_entries(entries: Any) -> None:

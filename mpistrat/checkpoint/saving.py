@@ -189,7 +189,8 @@ class CompletingSave(Saving):
             if self.communicator.contract.has_lost_a_rank():  # the checkpoint cannot be completed
                 self.directory.give_up(self.checkpoint)
                 raise _Abandoned
-            now, seen = time.monotonic(), _sizes(folder)
+            now = time.monotonic()
+            seen = _sizes(folder)
             if seen != progress:
                 progress = seen
                 since = now

@@ -89,18 +89,17 @@ def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def check_whole(states: Mapping[str, Any], call: str) -> None:
+def check_whole(states: Mapping[str, Any]) -> None:
     """Raise ValueError if a state has a DTensor, because its parts are lost with their ranks.
 
-    Args:
-        states: states by object name.
-        call: name of the caller, for the message.
+    Called by: `run_elastic`.
+    Args: states: states by object name.
     """
     for name, state in states.items():
         for tensor, _ in sharded_tensors(state):
             raise ValueError(
-                f"{call}: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave "
-                f"{call} out, and save checkpoints to restore from"
+                f"run_elastic: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave "
+                "run_elastic out, and save checkpoints to restore from"
             )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mpistrat.errors import TopologyError
+from mpistrat.settings import Environment
 
 # Families of MPI libraries: MPICH stands also for Intel MPI, Cray MPICH and MVAPICH.
 OPEN_MPI = "Open MPI"
@@ -118,7 +119,7 @@ def library_name(version: str) -> str:
     return " ".join(re.sub(r"(?i)version\s*:", " ", line).split()) or "an unknown MPI"
 
 
-def read_claim(environ: Mapping[str, str] = os.environ, family: str = "") -> LauncherClaim | None:
+def read_claim(environ: Environment = os.environ, family: str = "") -> LauncherClaim | None:
     """Return the rank and size that the launcher's variables say.
 
     If several launchers have set variables, the launcher of the loaded library's family counts, else the launcher of
@@ -130,7 +131,7 @@ def read_claim(environ: Mapping[str, str] = os.environ, family: str = "") -> Lau
     return next(_claims(environ, family), None)
 
 
-def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def certain_rank() -> tuple[int, int] | None:
     """Return (rank, number of ranks) from the launcher's variables, if they are certain before MPI starts.
 
     Called by: code that runs before MPI_Init: `rank_end`, and the start of the observer.
@@ -138,13 +139,13 @@ def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
         heterogeneous Slurm job, and if Cray's MPICH may number the ranks anew.
     Raises: TopologyError if a variable is not a number.
     """
-    match read_claim(environ):
+    match read_claim():
         case LauncherClaim(rank=int(rank), size=int(size), at_least=False) if size > 1:
-            return None if _REORDER in environ else (rank, size)
+            return None if _REORDER in os.environ else (rank, size)
     return None
 
 
-def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
+def _claims(environ: Environment, family: str) -> Iterator[LauncherClaim]:
     """Yield the claim of each launcher that has set variables; the first claim counts.
 
     Later claims may come from the shell that called the launcher.
@@ -158,7 +159,7 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
             yield _claim(environ, row)
 
 
-def describes_daemons(environ: Mapping[str, str]) -> bool:
+def describes_daemons(environ: Environment) -> bool:
     """Return whether the variables of the Slurm step describe mpirun's daemons instead of the ranks.
 
     This is so if mpirun started the ranks inside a Slurm job, because mpirun starts its daemons with srun.
@@ -186,7 +187,7 @@ _LOCAL_RANKS = (
 )
 
 
-def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
+def is_first_on_node(environ: Environment = os.environ) -> bool:
     """Return whether this process is the first rank of its node, by the launcher's variables.
 
     Returns: False also if no variable says a number on the node.
@@ -194,7 +195,7 @@ def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
     return next((environ[name] for name in _LOCAL_RANKS if name in environ), "") == "0"
 
 
-def check_library(environ: Mapping[str, str], version: str, library_path: str = "") -> None:
+def check_library(environ: Environment, version: str, library_path: str = "") -> None:
     """Check before MPI_Init that the loaded MPI library may work under this launcher.
 
     Called by: `start_mpi`.
@@ -214,7 +215,7 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
         )
 
 
-def _may_work_anyway(claim: LauncherClaim, environ: Mapping[str, str], version: str) -> bool:
+def _may_work_anyway(claim: LauncherClaim, environ: Environment, version: str) -> bool:
     """Return whether the loaded library may work though the launcher in `claim` belongs to the other MPI."""
     # The launcher and the library may both use PMIx to connect the ranks.
     by_pmix = "PMIX_RANK" in environ
@@ -228,7 +229,7 @@ def _may_work_anyway(claim: LauncherClaim, environ: Mapping[str, str], version: 
 
 
 def check_world(
-    environ: Mapping[str, str],
+    environ: Environment,
     version: str,
     world_size: int,
     world_rank: int,
@@ -262,7 +263,7 @@ def check_world(
 
 
 def _deciding_claim(
-    environ: Mapping[str, str], version: str, world_size: int, world_rank: int
+    environ: Environment, version: str, world_size: int, world_rank: int
 ) -> LauncherClaim | None:
     """Return the launcher's claim that MPI's world must match.
 
@@ -279,7 +280,7 @@ def _deciding_claim(
     return claims[0] if claims else None
 
 
-def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
+def check_alone(environ: Environment, why_no_mpi: str) -> None:
     """Check that this process may run as one rank without MPI. Return if it may.
 
     Called by: `start_mpi`, if no MPI library can be loaded.
@@ -303,7 +304,7 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
     )
 
 
-def check_torchrun(environ: Mapping[str, str]) -> None:
+def check_torchrun(environ: Environment) -> None:
     """Check that torchrun has not started several processes.
 
     Called by: `start_mpi`, if there is one rank, and no rank has started this process.
@@ -318,7 +319,7 @@ def check_torchrun(environ: Mapping[str, str]) -> None:
         )
 
 
-def left_alone(environ: Mapping[str, str]) -> str:
+def left_alone(environ: Environment) -> str:
     """Return a warning's text if a Slurm job has several tasks, but neither srun nor mpirun started this process.
 
     Called by: `start_mpi`, if there is one rank.   Returns: '' if there is nothing to warn of.
@@ -333,7 +334,7 @@ def left_alone(environ: Mapping[str, str]) -> str:
     )
 
 
-def why_not_fault_tolerant(version: str, environ: Mapping[str, str] = os.environ) -> str:
+def why_not_fault_tolerant(version: str, environ: Environment = os.environ) -> str:
     """Return the reason why the death of one rank ends the whole job, as a sentence without its full stop.
 
     Called by: `run_elastic`, strategies with parameter servers, and `rank_end`.
@@ -359,7 +360,7 @@ def joins_job(variable: str) -> bool:
     return confuses_children(variable) and not _SAYS_RANK.fullmatch(variable)
 
 
-def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
+def without_inherited(environ: Environment) -> dict[str, str]:
     """Return a copy of `environ` without the variables that only say the rank or size of the parent process.
 
     Called by: `start_mpi`, in a process that a rank has started. If a launcher has started the process since, the
@@ -373,12 +374,12 @@ def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def environment_of_children(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment_of_children(environ: Environment = os.environ) -> dict[str, str]:
     """Return a copy of `environ` for a child process that is no rank: without all variables that say a rank or job."""
     return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 
-def _claim(environ: Mapping[str, str], row: tuple[str, str, str, str]) -> LauncherClaim:
+def _claim(environ: Environment, row: tuple[str, str, str, str]) -> LauncherClaim:
     """Return the claim of one launcher, from its variables in `environ`.
 
     Args: row: an entry of `SIZE_AND_RANK` or `RANK_ONLY`, or `SLURM_STEP`.
@@ -393,7 +394,7 @@ def _claim(environ: Mapping[str, str], row: tuple[str, str, str, str]) -> Launch
     )
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
+def _number(environ: Environment, name: str) -> int | None:
     text = environ.get(name)
     if text is None:
         return None
@@ -404,7 +405,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _denies_that_it_is_alone(claim: LauncherClaim, environ: Mapping[str, str]) -> bool:
+def _denies_that_it_is_alone(claim: LauncherClaim, environ: Environment) -> bool:
     """Return whether `claim` says that there are several ranks, and counts though MPI has only one rank.
 
     False if an mpiexec has started this rank, and `claim` is from srun, PALS or PMIx: an mpiexec may run in each task

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 
 from mpistrat.liveness.bounded_waits import within
+from mpistrat.settings import Environment
 
 HOST = "GCE_METADATA_HOST"  # "metadata.google.internal", "127.0.0.1:8080"
 ADDRESS = "GCE_METADATA_IP"  # "169.254.169.254"; TensorFlow's client reads this variable
@@ -22,7 +22,7 @@ _SECONDS = 7.0
 _MOST_BYTES = 1 << 20
 
 
-def read_metadata(path: str, environ: Mapping[str, str] = os.environ) -> str | None:
+def read_metadata(path: str, environ: Environment = os.environ) -> str | None:
     """Ask Google's metadata server for a value, and return its text. The server knows this virtual machine.
 
     Called by: the search for the TPU slice, and the watcher for a preemption on Google Compute Engine.
@@ -61,7 +61,8 @@ def _answer(url: str) -> str | OSError | None:
             trouble: OSError = error
             is_busy = error.code >= 500 or error.code == 429
         except OSError as error:  # the `reason` of a URLError is its cause
-            trouble, is_busy = error, isinstance(getattr(error, "reason", error), TimeoutError)
+            trouble = error
+            is_busy = isinstance(getattr(error, "reason", error), TimeoutError)
         except (http.client.HTTPException, ValueError) as error:
             return OSError(str(error))
         if not is_busy:

@@ -7,7 +7,6 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from mpistrat.cluster_resolver import launcher
@@ -19,7 +18,7 @@ from mpistrat.liveness.ending.start_deadline import init_deadline, start_deadlin
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.processes import text_in
 from mpistrat.machine.notices import say
-from mpistrat.settings import rank_pid
+from mpistrat.settings import Environment, rank_pid
 from mpistrat.topology import Topology
 
 # Exit code of a multiprocessing worker that would have started MPI while it imported the main program.
@@ -147,7 +146,7 @@ def start_mpi() -> Any:
     return mpi
 
 
-def _environment() -> Mapping[str, str]:
+def _environment() -> Environment:
     """Return os.environ; in a child process of a rank, a copy without the variables that say the parent's rank."""
     is_child = rank_pid() and not _started
     return launcher.without_inherited(os.environ) if is_child else os.environ

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mpistrat.cluster_resolver import launcher
+from mpistrat.settings import Environment
 
 # With these variables, a launcher takes the nodes of the allocation instead of the nodes on its command line.
 _OF_SCHEDULERS = re.compile(r"(SLURM|PBS|LSB|SGE|FLUX|OAR|HYDRA_HOST)_|PE_HOSTFILE$")
@@ -21,7 +22,7 @@ Command = tuple[list[str], dict[str, str]]
 
 
 def commands(
-    version: str, library: str, hosts: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+    version: str, library: str, hosts: Sequence[str] = (), environ: Environment = os.environ
 ) -> Iterator[Command]:
     """Yield commands that may start an MPI job of two processes: one with mpiexec, then one with srun.
 
@@ -43,9 +44,7 @@ def commands(
         yield _by_srun(srun, hosts, environ)
 
 
-def _by_mpiexec(
-    mpiexec: str, version: str, hosts: Sequence[str], environ: Mapping[str, str]
-) -> Command:
+def _by_mpiexec(mpiexec: str, version: str, hosts: Sequence[str], environ: Environment) -> Command:
     nodes = hosts or ["localhost"]
     each = 2 // len(nodes)
     if launcher.library_family(version) == launcher.OPEN_MPI:
@@ -62,7 +61,7 @@ def _by_mpiexec(
     return [mpiexec, "-n", "2", *placement], environment
 
 
-def _by_srun(srun: str, hosts: Sequence[str], environ: Mapping[str, str]) -> Command:
+def _by_srun(srun: str, hosts: Sequence[str], environ: Environment) -> Command:
     nodes = [host.split(".")[0] for host in hosts] or [environ.get(launcher.NODE_NAME, "")]
     placement = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
     spread = [f"--ntasks-per-node={2 // len(nodes)}", "--ntasks=2", "--overlap"]

@@ -135,7 +135,8 @@ def _transports_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Tr
     if max(sizes) == 1:
         node.Free()
         return _transports_in_pieces(mpi, PipelinedTransport(mpi, watch))
-    several, records = node.size < comm.size, job_end().records
+    several = node.size < comm.size
+    records = job_end().records
     if not several or not all(comm.allgather(records.see_each_other(node, watch.record))):
         node.Free()
         return Transports(mpi, [CompressedTransport(Router(Transports(mpi)))])

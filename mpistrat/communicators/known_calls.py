@@ -98,7 +98,8 @@ class KnownCalls:
     def _learn(self, call: str, operands: Operands, agreed: Agreed) -> KnownCall:
         buffer = operands.buffer
         _check(call, operands, agreed, self._size)
-        small, on_host = None, not is_on_accelerator(buffer)
+        small = None
+        on_host = not is_on_accelerator(buffer)
         if self._slots is not None and on_host:
             small = small_call(call, self._slots, operands)
         slot = small if small is not None and small.writes else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator
@@ -16,9 +16,7 @@ from mpistrat.communicators.operand_checks import (
     check_reduction,
 )
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.reduction.tree import ReductionTree
+from mpistrat.communicators.reduction.tree import ReductionTree
 
 
 class LocalCommunicator(Communicator):
@@ -40,7 +38,8 @@ class LocalCommunicator(Communicator):
         cause: Exception | None = None,
         follows: bool = False,
     ) -> None:
-        target, reduction = buffer if out is None else out, as_reduction(reduction)
+        target = buffer if out is None else out
+        reduction = as_reduction(reduction)
         check_reduction(reduction.op, reduction.scale, buffer)
         if out is not None:
             check_out(buffer, out)
@@ -55,7 +54,8 @@ class LocalCommunicator(Communicator):
         from mpistrat.communicators.host_views import bytes_of
         from mpistrat.communicators.reduction.tree import tree_sum_of
 
-        memory, how = bytes_of(sums), tree_sum_of(sums.dtype, tree)
+        memory = bytes_of(sums)
+        how = tree_sum_of(sums.dtype, tree)
         how.combine([how.view(memory)], how.view(memory), reduction.scale)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:

@@ -133,7 +133,8 @@ class Router(Communicator):
             self.transports.choose("all_reduce", operands).all_reduce(operands)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
-        reduction, root = as_reduction(reduction), index(root)  # a NumPy integer becomes an int
+        reduction = as_reduction(reduction)
+        root = index(root)  # a NumPy integer becomes an int
         self._call("reduce", Operands(buffer, reduction.plain, root=root), reduction.agreed)
         if self.rank == root:
             scale(buffer, reduction.scale)

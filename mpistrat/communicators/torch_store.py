@@ -28,7 +28,9 @@ from mpistrat.topology import Topology
 LOOPBACK = "127.0.0.1"
 # For a rank that connects to a store.
 TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_STORE)
-WARNING, ERROR = 1, 2  # levels of torch's C++ log
+# Levels of torch's C++ log.
+WARNING = 1
+ERROR = 2
 
 
 class Ranks:

@@ -15,20 +15,17 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import array_api_compat as api
 import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.communicators import Communicator
 from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
 from mpistrat.communicators.recycled_buffers import SMALLEST, RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
-
-if TYPE_CHECKING:
-    from mpistrat.communicators import Communicator
-
 
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 LAYOUT = operator.attrgetter("dtype", "device", "shape")
@@ -65,7 +62,8 @@ class Pack:
         Returns: a tuple of these counts, the addresses of the memory and of the pieces, and whether each piece needs
             gradients. If it equals `alone`, nobody uses the pack, and nobody has changed its pieces.
         """
-        torch, storage = sys.modules["torch"], self.flat.untyped_storage()
+        torch = sys.modules["torch"]
+        storage = self.flat.untyped_storage()
         return (
             torch._C._storage_Use_Count(storage._cdata),
             *(sys.getrefcount(storage), self.flat.data_ptr()),

@@ -8,13 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from mpistrat.cluster_resolver.slurm.job import SlurmJob
 from mpistrat.fault_tolerance.polling import keep_asking
 from mpistrat.fault_tolerance.signal_flag import SignalFlag
-from mpistrat.fault_tolerance.step_times import StepTimes
 from mpistrat.fault_tolerance.termination_config import TerminationConfig
-from mpistrat.fault_tolerance.time_limit import TimeLimit
 from mpistrat.machine.notices import tell
 
 # The levels of a rank's word; the greatest level of all ranks counts.
@@ -29,6 +28,12 @@ _STEPS_BEFORE_THE_END = 6
 # It may be as long as a checkpoint takes, even if that is more.
 _PART_UNTIL_MEASURED = 0.5
 _PART_WHEN_MEASURED = 0.1
+# `StepTimes.longest` is multiplied by this at each step. So ten times the usual length is forgotten after 230 steps.
+_REMEMBERED = 0.99
+# Slurm is asked again after a tenth of the time that is left, because limits can change. These bounds are in seconds.
+SHORTEST_PAUSE = 10.0
+LONGEST_PAUSE = 600.0
+_SECONDS_TO_ANSWER = 30.0
 
 
 class AnnouncedEnd:
@@ -147,3 +152,69 @@ def _ask_watcher(watcher: Callable[[], bool], is_near: threading.Event) -> bool:
     if watcher():
         is_near.set()
     return is_near.is_set()
+
+
+class StepTimes:
+    """The times from the end of one step to the end of the next, in seconds, with the time for reading input.
+
+    Attributes:
+        mean: mean of all times; 0.0 before the second step.
+        longest: longest of the last times. It shrinks by 1 % at each step, until a longer time comes. 0.0 before the
+            second step.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.longest = 0.0
+        self._intervals = 0
+        self._last: float | None = None
+
+    def step(self) -> None:
+        """Record the time since the last call. Called once in each step, always at the same place."""
+        now = time.monotonic()
+        if self._last is not None:
+            took = now - self._last
+            self._intervals += 1
+            self.mean += (took - self.mean) / self._intervals
+            self.longest = max(took, _REMEMBERED * self.longest)
+        self._last = now
+
+
+class TimeLimit:
+    """The time limit of the job. A thread asks Slurm for the limit again and again, so that no step waits for Slurm.
+
+    Without a Slurm job, and with `end_time`, it starts no thread.
+
+    Args:
+        job: the Slurm job; None outside Slurm.
+        end_time: the user's end time, in seconds since 1970; None asks Slurm.
+    """
+
+    def __init__(self, job: SlurmJob | None, end_time: float | None = None) -> None:
+        end = self._end = SimpleNamespace(time=math.inf if end_time is None else end_time)
+        if job is None or end_time is not None:
+            return
+
+        def ask() -> bool:
+            end.time = job.ask_end_time(_SECONDS_TO_ANSWER)
+            return False
+
+        def pause() -> float:
+            return min(max((end.time - time.time()) / 10, SHORTEST_PAUSE), LONGEST_PAUSE)
+
+        def explain(error: str) -> str:
+            return (
+                f"the time limit of job {job.job_id} is not known: {error}. Nothing is saved before the limit, "
+                "unless a signal announces it (sbatch --signal), or TerminationConfig(end_time=...) gives it"
+            )
+
+        explain_failure: Callable[[str], str] | None = explain
+        if job.end_time is not None:
+            # Slurm has given the end time at the start of the job, so a failure to ask again is not reported.
+            end.time = job.end_time
+            explain_failure = None
+        keep_asking(self, "mpistrat time limit", ask, pause, explain_failure)
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the job is ended, negative after that; inf if no limit is known."""
+        return self._end.time - time.time()

@@ -264,7 +264,7 @@ class Elastic:
         started = time.perf_counter()
         state = checkpoint.state_dict()
         if not self._num_kept:
-            check_whole(state["common"], "run_elastic")
+            check_whole(state["common"])
         ranks = {rank: pickle.dumps(part) for rank, part in state["ranks"].items()}
         survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})

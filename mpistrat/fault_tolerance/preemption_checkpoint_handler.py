@@ -21,7 +21,6 @@ from mpistrat.cluster_resolver.slurm.job import SlurmError, slurm_job
 from mpistrat.communicators import reducing
 from mpistrat.errors import DivergenceError
 from mpistrat.fault_tolerance.announced_end import NOTHING, SAVE, AnnouncedEnd, level_of, reason_of
-from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
 from mpistrat.fault_tolerance.platform_device import detect_platform
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
 from mpistrat.input import DistributedDataset, DistributedIterator
@@ -332,3 +331,31 @@ def _word_of(end: AnnouncedEnd) -> Callable[[], int]:
     """Return a function that calls `end.word()`. It holds `end` weakly, and returns 0 after `end` is gone."""
     reference = weakref.ref(end)
     return lambda: 0 if (alive := reference()) is None else alive.word()
+
+
+class PiggybackedWord:
+    """Sends one number of each rank with each reduction of gradients. All ranks get the greatest number.
+
+    Made by: `PreemptionCheckpointHandler`. The strategy calls `words` and `received` in each reduction.
+    Args:
+        ask: returns this rank's number, from 0 to 2**31 - 1. Called at each reduction of gradients.
+    """
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self._ask = ask
+        self._greatest: int | None = None
+
+    def words(self) -> np.ndarray:
+        return np.array([self._ask()], np.int32)
+
+    def received(self, greatest: np.ndarray) -> None:
+        self._greatest = max(int(greatest[0]), self._greatest or 0)
+
+    def take(self) -> int | None:
+        """Return the greatest number of all ranks since the last call, equal on all ranks.
+
+        Returns: None if no gradients were reduced since the last call.
+        """
+        greatest = self._greatest
+        self._greatest = None
+        return greatest

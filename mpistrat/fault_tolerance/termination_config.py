@@ -9,11 +9,23 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpistrat.fault_tolerance.google_compute_engine import maintenance_is_near
+from mpistrat.cluster_resolver.metadata_server import read_metadata
 from mpistrat.fault_tolerance.platform_device import PlatformDevice
 
+# Keys of the metadata server, each with the value that announces the end.
+_ANNOUNCEMENTS = (
+    ("instance/maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
+    ("instance/preempted", "TRUE"),
+)
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 _NEVER_HANDLED = (signal.SIGKILL, signal.SIGSTOP)  # the kernel does not let a program handle them
+
+
+def maintenance_is_near() -> bool:
+    """Whether the metadata server says that this machine will be ended. Raises: OSError if no server answers in 7 s."""
+    return any(
+        (read_metadata(what) or "").strip() == announced for what, announced in _ANNOUNCEMENTS
+    )
 
 
 @dataclasses.dataclass(frozen=True)

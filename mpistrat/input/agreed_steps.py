@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,7 @@ from mpistrat.input.prefetch import Prefetcher
 from mpistrat.input.readers import Reader, check_all_have_some, knowing_what_follows
 from mpistrat.input.splitting import EMPTY, MISSING, ReplicaPieces
 from mpistrat.options import InputOptions
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.strategy_extended import StrategyExtended
+from mpistrat.replicas.strategy_extended import StrategyExtended
 
 # In place of a number of steps, a rank sends `_FAILED` if it could not read, and `_NEVER` if it expects no failure.
 _FAILED = _NEVER = 1 << 30
@@ -304,11 +302,10 @@ def _first_batch(step: Sequence[Any]) -> Any:
 
 def _is_batched(step: ReplicaPieces) -> bool:
     """Whether the step has arrays with dimensions. Numbers alone cannot be made a batch of no examples."""
-    return not all(map(_is_number, nest.flatten(_first_batch(step))))
-
-
-def _is_number(leaf: Any) -> bool:
-    return arrays.is_number(leaf) or getattr(leaf, "ndim", None) == 0
+    for leaf in nest.flatten(_first_batch(step)):
+        if not arrays.is_number(leaf) and getattr(leaf, "ndim", None) != 0:
+            return True
+    return False
 
 
 def _without_sizes(spec: Any) -> Any:

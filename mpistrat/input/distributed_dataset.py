@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat import nest
 from mpistrat.arrays import gradients_are_on
@@ -23,11 +23,9 @@ from mpistrat.input.readers import FunctionReader, Reader
 from mpistrat.input.splitting import ReplicaPieces
 from mpistrat.options import InputOptions
 from mpistrat.pytorch.compilation import not_compiled
+from mpistrat.replicas.strategy_extended import StrategyExtended
 from mpistrat.trace import spans
 from mpistrat.values import regroup
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 @dataclass

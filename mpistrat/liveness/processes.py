@@ -17,7 +17,9 @@ from collections.abc import Iterator
 _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
 # The fields of `_stat` for a process that is gone: without a state, without a parent, exiting.
 _GONE = ["", *["0"] * 5, str(_EXITING), *["0"] * 43]
-RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
+# Letters of `state_of`.
+RUNS = frozenset("RSD")
+DEAD = frozenset(("Z", "X", ""))
 AS_LAUNCHERS_KILL = (signal.SIGKILL, signal.SIGTERM)  # wait statuses; other programs may kill alike
 _STATES = {
     "R": "running",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
+
+from mpistrat.settings import Environment
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -44,7 +46,7 @@ def intra_op_threads(
     return max(1, int(cpu_share(my_cpus, cpus_of_local_ranks)))
 
 
-def fixed_threads(environ: Mapping[str, str] = os.environ) -> int:
+def fixed_threads(environ: Environment = os.environ) -> int:
     """Return a number of threads that does not depend on the node's ranks: the user's OMP_NUM_THREADS, else 1.
 
     Called by: strategies with `deterministic=True`. Of a list, the first number counts: 4 for "4,2". 1 also for any
@@ -55,7 +57,7 @@ def fixed_threads(environ: Mapping[str, str] = os.environ) -> int:
     return max(1, int(first)) if re.fullmatch("[0-9]{1,5}", first) else 1
 
 
-def users_threads(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def users_threads(environ: Environment = os.environ) -> dict[str, str]:
     """Return the variables for numbers of threads that the user has set: {"OMP_NUM_THREADS": "8"}; {} if none.
 
     The callers then leave torch's number of threads as it is.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Mapping
+
+from mpistrat.settings import Environment
 
 # "0,1" · "GPU-8932f937,MIG-GPU-8932f937/1/2" · "" and "-1" are none
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def visible_gpus(environ: Environment = os.environ) -> tuple[str, ...]:
     """Return the entries of CUDA_VISIBLE_DEVICES before the first that is no device: ("0", "1").
 
     If the variable is not set, return the numbers of the GPUs that nvidia-smi lists. An empty tuple if there are no

@@ -7,7 +7,9 @@ import glob
 import os
 import site
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+
+from mpistrat.settings import Environment
 
 PRELOAD = "LD_PRELOAD"  # "/opt/mpi/lib/libmpi.so.12"; separated by colons or spaces
 CHOSEN = "MPI4PY_LIBMPI"  # "/opt/mpi/lib/libmpi.so.12", a folder, or a list of files and folders
@@ -21,7 +23,7 @@ _NAMES = "libmpi.so*"
 _ELF = b"\x7fELF"
 
 
-def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+def visible_mpi_libraries(environ: Environment = os.environ) -> list[tuple[str, str]]:
     """Return every libmpi that mpi4py or the dynamic linker can find, as pairs (rule, path), the first choice first.
 
     The order is mpi4py 4.1's (mpi4py/_mpiabi.py): LD_PRELOAD; MPI4PY_LIBMPI, and if that is set, mpi4py looks nowhere
@@ -40,7 +42,7 @@ def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple
     return found + [(LIBRARY_PATH, path) for path in libraries_on_path(_NAMES, environ)]
 
 
-def libraries_on_path(pattern: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+def libraries_on_path(pattern: str, environ: Environment = os.environ) -> list[str]:
     """Return the paths of the libraries in LD_LIBRARY_PATH's folders with a name that matches `pattern`: "libnccl.so*".
 
     They are in the order of the folders; an empty list if there are none.
@@ -49,7 +51,7 @@ def libraries_on_path(pattern: str, environ: Mapping[str, str] = os.environ) -> 
     return [path for folder in folders for path in _in_folder(folder, pattern)]
 
 
-def _entries(environ: Mapping[str, str], name: str) -> list[str]:
+def _entries(environ: Environment, name: str) -> list[str]:
     return [*filter(None, environ.get(name, "").split(os.pathsep))]
 
 

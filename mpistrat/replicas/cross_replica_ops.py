@@ -3,27 +3,116 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpistrat import arrays
 from mpistrat.communicators import Communicator
 from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce, accumulation, extrema
+from mpistrat.cross_device_ops.accumulation import of_one_replica
 from mpistrat.cross_device_ops.cross_device_ops import (
     check_destinations,
     components_of,
     place,
     sums_of_rank,
 )
+from mpistrat.cross_device_ops.ordered_all_reduce import OrderedAllReduce
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation
-from mpistrat.replicas.equal_values import is_copy_per_replica, reduce_equal
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.replicas.rank_reducers import RankReducers
-from mpistrat.values import DistributedValues, PerReplica, by_owner, first_component
-from mpistrat.variables.variable import Variable
+from mpistrat.values import DistributedValues, Mirrored, PerReplica, by_owner, first_component
+from mpistrat.variables.variable import SyncOnReadVariable, Variable
+
+# Reductions that change with the number of copies, and the value that they leave unchanged for any number of copies.
+_NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}
+
+
+class RankReducers:
+    """The reducers of a group of replicas. Each combines the values of all ranks by collectives.
+
+    Attributes:
+        of_replicas: reduces values with a component per replica.
+        of_plain: reduces plain values, one per rank. It is `of_replicas` itself, unless a deterministic group has
+            several replicas on a rank, because then plain values are added up in another order.
+    """
+
+    def __init__(self, group: ReplicaGroup, options: CommunicationOptions) -> None:
+        communicator = group.communicator
+        counts = group.replicas_of_ranks
+        self._communicator = communicator
+        self._counts = counts
+        if not group.deterministic:
+            self.of_replicas = self.of_plain = MpiAllReduce(communicator, options)
+            return
+        self.of_replicas = self.of_plain = OrderedAllReduce(communicator, counts, options)
+        if max(counts) > 1:
+            self.of_plain = OrderedAllReduce(communicator, (1,) * communicator.size, options)
+
+    def reduce_each(
+        self, values: Mapping[int, Any], reduce: Callable[[MpiAllReduce, list[int]], list[Any]]
+    ) -> dict[int, Any]:
+        """Reduce `values`: plain values by `of_plain`, distributed values by `of_replicas`.
+
+        Called by: every rank.
+        Args: reduce: called at most once for each reducer. `reduce(reducer, keys)` returns a list: the results for the
+            values with these `keys`, in their order.
+        Returns: the results, by the keys of `values`.
+        """
+        plain = self._plain(values) if values else []
+        results: dict[int, Any] = {}
+        wrapped = sorted(values.keys() - plain)
+        for reducer, chosen in ((self.of_replicas, wrapped), (self.of_plain, plain)):
+            if chosen:
+                results.update(zip(chosen, reduce(reducer, chosen), strict=True))
+        return results
+
+    def _plain(self, values: Mapping[int, Any]) -> list[int]:
+        """Return the keys of plain values; [] if `of_replicas` reduces plain values, too. Called by: every rank.
+
+        Ranks must agree on the keys. On a rank with one replica, `run` returns plain values, too; so if ranks have
+        different numbers of replicas, the first rank with the most replicas decides.
+        """
+        if self.of_plain is self.of_replicas:
+            return []
+        plain = [i for i, value in values.items() if not isinstance(value, DistributedValues)]
+        most = max(self._counts)
+        if min(self._counts) < most:
+            plain = self._communicator.broadcast_object(
+                plain, root=self._counts.index(most), label="which values are plain"
+            )
+        return plain
+
+
+def is_copy_per_replica(value: DistributedValues) -> bool:
+    """Whether all components of `value` are equal: it is a `Mirrored`, or a variable but no SyncOnReadVariable."""
+    if isinstance(value, Variable):
+        return not isinstance(value, SyncOnReadVariable)
+    return isinstance(value, Mirrored)
+
+
+def reduce_equal(op: ReduceOp, value: Any) -> Any:
+    """Return `value`, if its reduction over several replicas gives `value` again for any number of replicas.
+
+    Args: value: a value that is the same for all replicas: a mirrored value, or a plain value of the only rank.
+    Raises:
+        AssertionError: SUM or PRODUCT of a mirrored value.
+        ValueError: SUM of a plain value that is not all 0, or PRODUCT of one that is not all 1.
+    """
+    if op not in _NEUTRAL:
+        return of_one_replica(op, value)
+    if isinstance(value, DistributedValues):
+        raise AssertionError(
+            f"{op.name} of a mirrored value would count it once per replica; got {value!r:.80}"
+        )
+    number = arrays.is_number(value)
+    if (number or arrays.is_array(value)) and not (arrays.as_array(value) != _NEUTRAL[op]).any():
+        return value  # any number of copies gives the same result
+    raise ValueError(
+        f"{op.name} needs a value per replica, as run returns it: a plain value might be meant to count "
+        f"once, or once per replica; got {value!r:.80}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

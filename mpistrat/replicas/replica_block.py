@@ -47,7 +47,8 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
                 "replica() was called inside run, which is a replica's work already: call it outside"
             )
         context = extended.replicas.contexts[0]
-        self._context, self._entered = context, entered(strategy, context, in_block=True)
+        self._context = context
+        self._entered = entered(strategy, context, in_block=True)
 
     def __enter__(self) -> ReplicaContext:
         self._is_outermost = not any(mode.in_block for mode in per_thread.modes)

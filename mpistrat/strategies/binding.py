@@ -121,7 +121,8 @@ def _tell_of_unused(
     present = len(set(itertools.chain(*of_ranks)))
     if used < present and not _has_told:
         _has_told = True
-        kind, program = accelerator(), f"python {Path(sys.argv[0]).name or 'train.py'}"
+        kind = accelerator()
+        program = f"python {Path(sys.argv[0]).name or 'train.py'}"
         tell(
             f"this job uses {used} of the {present} {kind} devices of its node. To use all, start one rank for each: "
             f"mpirun -n {present * num_nodes} {program}, or srun --ntasks-per-node={present} {program}. In a program "

@@ -46,7 +46,8 @@ def share_cores(
     _set_threads(threads)
     if communicator.rank == 0 and not announced:
         announced = True
-        n, cores = len(local), len(set().union(*local))
+        n = len(local)
+        cores = len(set().union(*local))
         tell(
             f"{threads} compute thread{'s' * (threads > 1)} per rank ({n} rank{'s' * (n > 1)} of this node "
             f"share{'s' * (n == 1)} {cores} cores); set OMP_NUM_THREADS to choose",

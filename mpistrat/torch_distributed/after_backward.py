@@ -73,7 +73,8 @@ class CallsAfterBackward:
         if self._thread is not None and not self._thread.is_current():
             earlier.wait()
         with self._order:
-            outer, self._maker = self._maker, threading.get_ident()
+            outer = self._maker
+            self._maker = threading.get_ident()
             try:
                 while self._calls:
                     self._calls.popleft()()

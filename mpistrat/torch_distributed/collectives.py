@@ -206,7 +206,8 @@ class Collectives:
         """Send `tensors[r]` to each rank r, and receive the tensor from rank r in `outs[r]`. Shapes may differ."""
         _check_one_a_rank(self.communicator, "all_to_all", outs)
         _check_one_a_rank(self.communicator, "all_to_all", tensors)
-        sent, received = lengths(tensors), lengths(outs)
+        sent = lengths(tensors)
+        received = lengths(outs)
         buffer = self._buffers.empty((sum(received),), tensors[0].dtype)
         self.communicator.all_to_all(flat(tensors, self._buffers), buffer, sent, received)
         unflatten(buffer, outs)

@@ -110,7 +110,8 @@ class CommunicatorPools:
         # `_world`: ranks in `comm`, by rank of the default group.
         self._all = self._world = tuple(range(comm.size))
         self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # ranks in the job
-        mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
+        mpi = MpiTransport(self._private)
+        name = self._private.bcast(uuid.uuid4().hex)
         watch = job_end().records.watch_of(self._private, name)
         # The contracts (they record calls and waits) for `meeting`, by the ranks in `comm` that wait for each other.
         self._contracts = {self._all: Contract(mpi, name, watch, "never")}
@@ -168,7 +169,8 @@ class CommunicatorPools:
         Args: members: ranks in `self.comm`; neither numbers of MPI.COMM_WORLD nor torch's ranks.
         """
         if members not in self._contracts:
-            of_all, numbers = self._contracts[self._all], [self._numbers[each] for each in members]
+            of_all = self._contracts[self._all]
+            numbers = [self._numbers[each] for each in members]
             name = f"{of_all.name}/{members}"
             watch = job_end().records.watch_of_members(of_all.watch, numbers, name)
             self._contracts[members] = of_all.of_part(MpiTransport(self._private), name, watch)

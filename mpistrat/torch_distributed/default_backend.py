@@ -173,7 +173,8 @@ def _check(arguments: dict[str, Any]) -> None:
 
     Raises: ValueError if either is not MPI's, and not -1 or None.
     """
-    rank, size = base().rank, base().size
+    rank = base().rank
+    size = base().size
     for name, of_mpi in (("rank", rank), ("world_size", size)):
         value = arguments.get(name)
         if value not in (None, -1, of_mpi):

@@ -193,11 +193,13 @@ class Message(UnfinishedWork):
     ) -> None:
         super().__init__([tensor], failed)
         self.peer = peer
-        self.what, self.called_at = what, call_site(sys._getframe(2))
+        self.what = what
+        self.called_at = call_site(sys._getframe(2))
         self._messages = messages
         self._request = request
         self._buffer = buffer
-        self._receives, self._status = receives, MPI.Status()
+        self._receives = receives
+        self._status = MPI.Status()
         self._lock = threading.Lock()
         # For `get_future`: the most seconds until the future ends, and the time when the future was made.
         self._limit = math.inf
@@ -240,7 +242,8 @@ class Message(UnfinishedWork):
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             self.wait()  # no thread would move the message
         # A wait for a future of torch has no timeout. So `test` lets the message fail after this limit.
-        self._asked_for, self._limit = time.monotonic(), self._messages.limit()
+        self._asked_for = time.monotonic()
+        self._limit = self._messages.limit()
         return super().get_future()
 
     def source_rank(self) -> int:
@@ -283,7 +286,8 @@ class _ProgressThread:
         self._messages: list[Message] = []
         self._added = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopped, self._pid = False, os.getpid()
+        self._stopped = False
+        self._pid = os.getpid()
 
     def add(self, message: Message) -> None:
         with self._added:

@@ -181,7 +181,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return self.communicator.size
 
     _get_backend_name = name
-    getRank, getSize = rank, size  # noqa: N815
+    getRank = rank  # noqa: N815
+    getSize = size  # noqa: N815
 
     def _get_backend(self, device: torch.device) -> MpistratProcessGroup:
         return self
@@ -376,7 +377,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Work:
         if device.type != "cpu":
             return self._native.of(device)._end_coalescing()
-        works, self._calls.coalesced = self._calls.coalesced or [], None
+        works = self._calls.coalesced or []
+        self._calls.coalesced = None
         return Steps(works)
 
 

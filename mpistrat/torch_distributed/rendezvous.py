@@ -101,7 +101,9 @@ def start_agent_store(base: Base) -> tuple[tuple[str, int], str]:
     Returns: (address, port) of the store, and a random text of 16 hexadecimal digits, TORCHELASTIC_RUN_ID; equal on all
         ranks.
     """
-    address, port, run_id = base.address, 0, secrets.token_hex(8)
+    address = base.address
+    port = 0
+    run_id = secrets.token_hex(8)
     if base.rank == 0:
         listener = listen(address)
         port = listener.getsockname()[1]

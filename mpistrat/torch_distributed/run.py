@@ -9,16 +9,27 @@ import os
 import pkgutil
 import runpy
 import sys
+import threading
+import time
+import traceback
 import types
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, set_torchrun_environment
+from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.ending.program_exit import remember_raised
 from mpistrat.liveness.ending.start_deadline import start_deadline
+from mpistrat.liveness.processes import cpu_seconds, text_in
 from mpistrat.machine.cpu_share import intra_op_threads, users_threads
+from mpistrat.machine.notices import tell
+from mpistrat.settings import stall_seconds
 from mpistrat.torch_distributed import default_group
+from mpistrat.torch_distributed.next_group import has_default_group
+
+_IDLE = 0.1  # of a core, for all processes together
 
 
 def run_program(
@@ -40,7 +51,6 @@ def run_program(
 
     from mpistrat.torch_distributed.default_backend import replace_functions
     from mpistrat.torch_distributed.rendezvous import base, start_agent_store
-    from mpistrat.torch_distributed.spawned_ranks import look_for_spawned_ranks
 
     default_group.make_known_to_torch()
     ranks = base()
@@ -147,3 +157,50 @@ def _show_only_the_program(part: types.TracebackType | None) -> None:
         hook(kind, error.with_traceback(part), part)
 
     sys.excepthook = excepthook
+
+
+def look_for_spawned_ranks() -> None:
+    """Start a thread that gives a notice if the program starts ranks by `torch.multiprocessing.spawn`.
+
+    Such ranks wait forever. Each connects to a store at the program's address, and no process opens that store.
+
+    Nothing is started if MPISTRAT_STALL_SECONDS is 0. Called by: rank 0.
+    """
+    if seconds := stall_seconds():
+        threading.Thread(target=_look, args=(seconds,), name="mpistrat spawn", daemon=True).start()
+
+
+def _look(seconds: float) -> None:
+    """Print the notice when the main thread has waited `seconds` for processes that it started, and they are idle.
+
+    Returns after the notice, or when torch has a default group. Idle: together they use less than a tenth of a core.
+    """
+    from torch.multiprocessing.spawn import ProcessContext
+
+    # These functions wait for a program's own processes.
+    joins = {BaseProcess.join.__code__, ProcessContext.join.__code__}
+    since = time.monotonic()
+    used = 0.0
+    pause = seconds / 4
+    while not has_default_group():
+        time.sleep(pause)
+        now = time.monotonic()
+        before = used
+        used = _used_by_children()
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        if joins.isdisjoint(each.f_code for each, _ in traceback.walk_stack(frame)):
+            since = now
+        elif now - since >= seconds and used - before < _IDLE * pause:
+            tell(
+                f"rank 0 has waited {now - since:.0f} s for processes that it started, at {call_site(frame)}, and "
+                "these are idle. Under `mpistrat run` the ranks are started already, by mpiexec, mpirun or srun. "
+                "Call the function of torch.multiprocessing.spawn once in each rank, with RANK and WORLD_SIZE from the "
+                "environment; or start the program with `python`, without `mpistrat run`"
+            )
+            return
+
+
+def _used_by_children() -> float:
+    """Return the CPU seconds of the live processes that the main thread has started; 0.0 if /proc does not tell."""
+    children = text_in(f"/proc/self/task/{os.getpid()}/children").split()
+    return sum(cpu_seconds(int(pid)) for pid in children)

@@ -37,7 +37,8 @@ def apart(buffer: Tensor, written: Tensor) -> Tensor:
 
     MPI forbids buffers that overlap in one call.
     """
-    first, other = buffer.data_ptr(), written.data_ptr()
+    first = buffer.data_ptr()
+    other = written.data_ptr()
     overlap = first < other + written.nbytes and other < first + buffer.nbytes
     return buffer.clone() if overlap else buffer
 

@@ -243,7 +243,9 @@ class GroupCalls:
                 self._thread = CommunicationThread(
                     self._communicator, deadlines.PROGRAM_END_WAITS_FOR_CALLS
                 )
-        after, cpus, threads = self._after_backward, self._cpu_share, torch.get_num_threads()
+        after = self._after_backward
+        cpus = self._cpu_share
+        threads = torch.get_num_threads()
         is_busy = takes_a_core(self._communicator.on_one_node, cpus, threads)
         holds = after.is_worth_it and is_busy and inside_backward()
         work = UnfinishedWork(result, self.failed.append)

@@ -6,12 +6,10 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.trace import profiler, spans
-
-if TYPE_CHECKING:
-    from mpistrat.trace.timeline import Timeline
+from mpistrat.trace.timeline import Timeline
 
 # So many functions keep the number of their kind of events. A function that has dropped out gets a new one.
 _MOST_FUNCTIONS = 1024

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from mpistrat import arrays, nest
+from mpistrat.liveness.call_site import raised_at
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.xla import step_errors
+from mpistrat.values import DistributedValues
 from mpistrat.xla.compilations import Compilations, name_of
 from mpistrat.xla.runtime import EARLY_READ, INFERENCE_MODE, ON_HOST, Runtime
 
@@ -74,11 +76,11 @@ class RecordedSteps:
             text = str(error)
             if EARLY_READ in text:
                 left = self._runtime.graphs.fallbacks() - on_host
-                explained = step_errors.early_read(step_of_rank, error, [*left])
+                explained = early_read(step_of_rank, error, [*left])
             elif ON_HOST in text:
-                explained = step_errors.array_on_host(step_of_rank, error, brought(), self._device)
+                explained = array_on_host(step_of_rank, error, brought(), self._device)
             elif INFERENCE_MODE in text:
-                explained = step_errors.inference_mode(step_of_rank, error)
+                explained = inference_mode(step_of_rank, error)
             else:
                 raise
             # The tensor that the program tried to read has lost its value. XLA computes nothing more while a frame of
@@ -134,3 +136,60 @@ def _as_no_grad() -> Iterator[None]:
             yield
     else:
         yield
+
+
+def early_read(step: str, error: BaseException, on_host: Sequence[str]) -> str:
+    """Return the error text for a step that read a value before its end.
+
+    Args:
+        step: the rank and the step's name, such as "rank 0: train_step".
+        on_host: names of the operations that XLA left to the host in this step.
+    """
+    left = f". XLA leaves to the host: {', '.join(on_host)}" if on_host else ""
+    return (
+        f"{step} asks inside run for a value, or for a shape that depends on values{_where(error)}: item(), "
+        "float(), print, `if tensor`, nonzero(), a boolean mask, torch.compile, a GradScaler and LBFGS ask. But run "
+        "records operations first and computes them later. Return the tensor and read it after run, and use "
+        f"torch.where for masks{left}"
+    )
+
+
+def inference_mode(step: str, error: BaseException) -> str:
+    """Return the error text for a step that used torch.inference_mode() inside `run`."""
+    return (
+        f"{step} uses torch.inference_mode() inside run{_where(error)}, which torch_xla is not made for: use "
+        f"torch.no_grad() there, or inference_mode() around run ({error})"
+    )
+
+
+def array_on_host(step: str, error: BaseException, arguments: Any, device: str) -> str:
+    """Return the error text for a step that computed with an array that is not on `device`.
+
+    The text names the arguments that are not on XLA devices, or says that no argument is the cause.
+
+    Args:
+        step: the rank and the step's name, such as "rank 0: train_step".
+        arguments: a nest of one replica's arguments. Distributed values among them count as being on the device.
+        device: the rank's device, such as "xla:0".
+    """
+    leaves = [
+        leaf
+        for leaf in nest.flatten(arguments)
+        if arrays.is_array(leaf) or isinstance(leaf, DistributedValues)
+    ]
+    found = [
+        f"argument array {i} ({arrays.described(leaf)})"
+        for i, leaf in enumerate(leaves)
+        if arrays.is_array(leaf) and not arrays.is_on_xla(leaf)
+    ]
+    which = f": {', '.join(found)}" if found else ", which is none of its arguments"
+    return (
+        f"{step} computes with an array of the host{_where(error)}{which}. A distributed dataset brings batches to the "
+        f"device; bring other tensors there by .to({device!r}), strategy.extended.worker_devices[0], and make them "
+        f"there with device= ({error})"
+    )
+
+
+def _where(error: BaseException) -> str:
+    where = raised_at(error)
+    return f", at {where}" if where else ""

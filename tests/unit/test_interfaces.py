@@ -11,7 +11,7 @@ import mpistrat as ms
 from mpistrat.parameter_server.strategies.server_strategy_parts import ServersExtended
 from mpistrat.parameter_server.strategies.v1_strategy import BetweenGraphStrategy
 from mpistrat.strategies.replicated import ReplicatedExtended
-from mpistrat.xla.xla_extended import XlaExtended
+from mpistrat.xla.tpu_strategy_parts import XlaExtended
 
 PACKAGE = Path(__file__).parents[2] / "mpistrat"
 

@@ -70,7 +70,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "object_states",
             "random_states",
-            "residuals",
         ),
         ("replica_states",),
         ("directory",),
@@ -160,7 +159,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         (
             "file_reader",
-            "local_batches",
             "torch_loader",
         ),
         (
@@ -268,10 +266,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "bench.errors",
         ),
         ("doctor.command",),
-        (
-            "doctor.supervision",
-            "doctor.printing",
-        ),
+        ("doctor.supervision",),
         ("doctor.rank_process",),
         ("doctor",),
         ("doctor.cuda_driver",),
@@ -292,7 +287,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "default_group",
             "process_group",
             "rendezvous",
-            "spawned_ranks",
             "tracing",
         ),
         (

@@ -30,7 +30,7 @@ STRUCTURES = [
 @pytest.mark.parametrize(("structure", "leaves"), STRUCTURES)
 def test_flatten_and_its_inverse(structure, leaves):
     assert nest.flatten(structure) == leaves
-    packed = nest.pack_like(structure, [(leaf, "new") for leaf in leaves])
+    packed = nest.take_apart(structure)[2]([(leaf, "new") for leaf in leaves])
     assert nest.flatten(nest.map_structure(lambda leaf: leaf, structure)) == leaves
     assert type(packed) is type(structure) or not nest.is_structure(structure)
     if isinstance(structure, dict):

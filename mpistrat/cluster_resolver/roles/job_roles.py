@@ -18,6 +18,7 @@ from mpistrat.cluster_resolver.slurm.resolver import own_component
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
 from mpistrat.options import is_integer
+from mpistrat.settings import Environment
 from mpistrat.topology import Topology
 
 
@@ -68,7 +69,7 @@ def job_roles(
     num_ps: int | None,
     *,
     chief: bool | None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Environment = os.environ,
 ) -> JobRoles:
     """Return the task of each rank of `topology`, for a strategy with parameter servers.
 
@@ -121,7 +122,7 @@ def _claim_of_rank(
     resolver: ClusterResolver | None,
     num_ps: int | None,
     chief: bool | None,
-    environ: Mapping[str, str],
+    environ: Environment,
 ) -> _RoleClaim:
     if not isinstance(resolver, (ClusterResolver, NoneType)):
         raise ValueError(f"cluster_resolver must be a ClusterResolver, got {resolver!r:.80}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.roles.task_roles import TASK_TYPES, task_count
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
+from mpistrat.settings import Environment
 from mpistrat.topology import Topology
 
 _BY_MPI_ALONE = "give cluster_resolver=MPIClusterResolver() to go by MPI alone"
@@ -67,7 +68,8 @@ def exchange(
     try:
         claim = make_claim()
     except Exception as error:
-        cause, claim = error, TaskClaim(error=_picklable(error))
+        cause = error
+        claim = TaskClaim(error=_picklable(error))
     claims = all_gather_object(claim)
     for rank, failed in enumerate(claims):
         if failed.error is not None:
@@ -93,7 +95,7 @@ def describe_cluster(claim: TaskClaim) -> str:
     return f"the cluster {claim.cluster_spec.as_dict()!r:.300} ({claim.source})"
 
 
-def names_cluster(environ: Mapping[str, str]) -> bool:
+def names_cluster(environ: Environment) -> bool:
     """Return whether TF_CONFIG describes a cluster with tasks; False if it is not set.
 
     True also if TF_CONFIG is malformed, so that the caller reads it and gets the error.

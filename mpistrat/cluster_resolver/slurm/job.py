@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
+from mpistrat.settings import Environment
 
 # "1234". Each task of a job array has another job number; the last task's number is also the array's.
 JOB_ID = "SLURM_JOB_ID"
@@ -68,7 +68,7 @@ class SlurmJob:
         _output_of(["scontrol", "requeue", self.job_id], seconds)
 
 
-def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
+def slurm_job(environ: Environment = os.environ) -> SlurmJob | None:
     """Return the Slurm job of this process; None outside Slurm."""
     job_id = environ.get(JOB_ID, "")
     if not job_id:
@@ -80,7 +80,7 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
     return SlurmJob(job_id, _positive(environ.get(END_TIME, "")))
 
 
-def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def slurm_variables(environ: Environment = os.environ) -> dict[str, str]:
     """Return Slurm's variables about the job, the step and the task, sorted by name; {} outside Slurm.
 
     Private variables, and variables that do not help a diagnosis, are left out. Called by: `mpistrat doctor`.

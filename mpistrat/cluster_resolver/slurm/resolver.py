@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import NamedTuple
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.launcher import NODE_NAME, describes_daemons
 from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster_resolver.slurm.task_placement import TaskPlacement, place_tasks
 from mpistrat.errors import TopologyError
 from mpistrat.machine.gpus import VISIBLE_DEVICES, visible_gpus
+from mpistrat.settings import Environment
 from mpistrat.topology import Topology
 
 RANK = "SLURM_PROCID"  # "3"
@@ -273,7 +275,7 @@ class SlurmClusterResolver(ClusterResolver):
         return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
 
 
-def hosts_of_components(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
+def hosts_of_components(environ: Environment = os.environ) -> list[list[str]]:
     """Return a list of the node names of each component of a heterogeneous job.
 
     Returns: [] outside such a job, and if Slurm has not set the components' node lists.
@@ -283,7 +285,7 @@ def hosts_of_components(environ: Mapping[str, str] = os.environ) -> list[list[st
     return [_hosts_in(environ, name) for name in itertools.takewhile(environ.__contains__, names)]
 
 
-def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
+def own_component(environ: Environment = os.environ) -> int | None:
     """Return the number, from 0, of the heterogeneous job's component that has this process's node.
 
     No two components share a node. Called by: `job_roles`.
@@ -295,7 +297,7 @@ def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((number for number, nodes in enumerate(hosts) if node in nodes), None)
 
 
-def _hosts_in(environ: Mapping[str, str], name: str) -> list[str]:
+def _hosts_in(environ: Environment, name: str) -> list[str]:
     """Return the hosts in the host list of the variable `name`; [] if the variable is not set.
 
     Raises: TopologyError if the list cannot be read, or names a node twice (except in `ARBITRARY_LIST`).
@@ -325,3 +327,68 @@ def _count(name: str, value: int | str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", str(value)):  # True, 1.0 and -1 do not match
         raise ValueError(f"{name}={value!r}: expected a number from 0 on")
     return int(value)
+
+
+class TaskPlacement(NamedTuple):
+    """The node on which Slurm runs one task.
+
+    Attributes:
+        node: position of the node in Slurm's list of the step's nodes, from 0.
+        host: the node's name.
+        local_rank: position of the task among its node's tasks, in the order of task numbers, from 0.
+    """
+
+    node: int
+    host: str
+    local_rank: int
+
+
+def place_tasks(
+    tasks_of_nodes: Sequence[tuple[str, int]],
+    distribution: str = "block",
+    host_of_task: Sequence[str] = (),
+) -> list[TaskPlacement]:
+    """Return the node and the local rank of every task, in the order of Slurm's task numbers.
+
+    Args:
+        tasks_of_nodes: (host, number of tasks) of each node, in Slurm's order.
+        distribution: a value of `srun -m`. "block" fills one node after the other. "cyclic" gives every node one task
+            in turn, and "plane=2" gives it two; full nodes are skipped. The part after the first ":" or "," is about
+            cores and has no effect here.
+        host_of_task: the host of each task, for the distribution "arbitrary".
+    Raises: TopologyError if the distribution is unknown, or if `host_of_task` contradicts `tasks_of_nodes`.
+    """
+    nodes = _nodes_of_tasks(tasks_of_nodes, re.split("[:,]", distribution)[0], host_of_task)
+    local_ranks: dict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+    return [TaskPlacement(node, tasks_of_nodes[node][0], next(local_ranks[node])) for node in nodes]
+
+
+def _nodes_of_tasks(
+    tasks_of_nodes: Sequence[tuple[str, int]], distribution: str, host_of_task: Sequence[str]
+) -> list[int]:
+    counts = [count for _, count in tasks_of_nodes]
+    if distribution in ("block", "unknown", "*", ""):
+        return _dealt(counts, max(counts, default=1))
+    if in_turn := re.fullmatch(r"cyclic|plane=(?!0+$)([0-9]{1,9})", distribution):
+        return _dealt(counts, int(in_turn[1] or 1))
+    if distribution == "arbitrary" and host_of_task:
+        if collections.Counter(host_of_task) != collections.Counter(dict(tasks_of_nodes)):
+            raise TopologyError(
+                f"SLURM_ARBITRARY_NODELIST has the tasks on {list(host_of_task)!r:.200}, but the step's nodes have "
+                f"{list(tasks_of_nodes)!r:.200}"
+            )
+        return list(map([host for host, _ in tasks_of_nodes].index, host_of_task))
+    raise TopologyError(
+        f"the task distribution {distribution!r:.80} (SLURM_DISTRIBUTION) does not say which task runs where (known: "
+        f"block, cyclic, plane with SLURM_DIST_PLANESIZE, and arbitrary with SLURM_ARBITRARY_NODELIST); "
+        f"MPIClusterResolver asks MPI instead"
+    )
+
+
+def _dealt(counts: list[int], at_once: int) -> list[int]:
+    """Return the position of each task's node, in task order, if the nodes in turn get up to `at_once` tasks.
+
+    Args: counts: the number of tasks that each node gets in the end; a full node is skipped.
+    """
+    turns = [(task // at_once, node) for node, count in enumerate(counts) for task in range(count)]
+    return [node for _, node in sorted(turns)]

@@ -11,6 +11,7 @@ from mpistrat.cluster_resolver.metadata_server import HOST, read_metadata
 from mpistrat.cluster_resolver.tpu.pjrt import CHIPS_PER_PROCESS_BOUNDS, PROCESS_BOUNDS, TASK_ID
 from mpistrat.cluster_resolver.tpu.slice import Bounds, TPUSlice, bounds_of_type, parse_bounds
 from mpistrat.errors import NotFoundError
+from mpistrat.settings import Environment
 
 SKIP_METADATA = "TPU_SKIP_MDS_QUERY"  # "1", "true": the variables describe the whole slice
 ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"  # "v4-16"; if set, TPU_SKIP_MDS_QUERY is not needed
@@ -27,9 +28,7 @@ TYPE_ATTRIBUTE = "accelerator-type"  # "v4-16"
 WORKER_NUMBER = "agent-worker-number"  # "1"
 
 
-def discover_slice(
-    environ: Mapping[str, str] | None = None, addresses: Sequence[str] = ()
-) -> TPUSlice:
+def discover_slice(environ: Environment | None = None, addresses: Sequence[str] = ()) -> TPUSlice:
     """Return the slice (the group of linked TPU chips) that contains this host.
 
     Called by: `TPUClusterResolver`, at its first use.
@@ -126,7 +125,7 @@ _METADATA = {  # names in capitals are keys of lines of tpu-env; other names are
 }
 
 
-def _found(environ: Mapping[str, str]) -> _Found:
+def _found(environ: Environment) -> _Found:
     if environ.get(SKIP_METADATA) or environ.get(ACCELERATOR_TYPE):
         return _Found("the variables of the environment", _VARIABLES, dict(environ).get)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mpistrat.cluster_resolver.tpu.slice import TPUSlice, bounds_text
 from mpistrat.errors import NotFoundError, TopologyError
+from mpistrat.settings import Environment
 from mpistrat.topology import Topology
 
 DEVICE = "PJRT_DEVICE"  # "TPU"
@@ -123,7 +124,7 @@ def set_pjrt_environment(
     environ.update(variables)
 
 
-def asked_device(environ: Mapping[str, str] = os.environ) -> str:
+def asked_device(environ: Environment = os.environ) -> str:
     """Return the kind of XLA device that PJRT_DEVICE asks for.
 
     Returns: "CPU" or "TPU"; "TPU" if the variable is not set or empty.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, host_of
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.tpu.chips import local_cores
 from mpistrat.cluster_resolver.tpu.discovery import discover_slice
 from mpistrat.cluster_resolver.tpu.slice import TPUSlice
 from mpistrat.topology import Topology
@@ -17,6 +18,16 @@ from mpistrat.topology import Topology
 _LOCAL = "local"
 _GRPC = "grpc"
 _PORT = 8470  # TensorFlow's port of a host; nobody connects to it here
+_DEVICES = Path("/sys/bus/pci/devices")
+_GOOGLE = "0x1ae0"  # Google's PCI vendor id
+_CORES = {  # number of XLA devices, by PCI device id
+    "0x0027": 2,  # v2, v3
+    "0x005e": 1,  # v4
+    "0x0062": 1,  # v5p
+    "0x0063": 1,  # v5e
+    "0x006f": 1,  # v6e
+    "0x0076": 1,  # half a chip of v7x
+}
 
 
 class TPUClusterResolver(ClusterResolver):
@@ -179,3 +190,16 @@ def _endpoint(address: str) -> str:
             f"tpu: {address!r:.80} is no address of a TPU host: expected such as '10.0.0.1:8470'"
         )
     return f"{match[1]}:{match[2] or _PORT}"
+
+
+def local_cores(devices: Path = _DEVICES) -> int:
+    """Return the number of XLA devices (cores) of this host's TPU chips; 0 if the host has no known TPU chip.
+
+    Args: devices: the folder of sysfs with an entry for each PCI device.
+    """
+    found = 0
+    for device in devices.glob("*"):
+        with contextlib.suppress(OSError):  # the device was just removed, or may not be read
+            if (device / "vendor").read_text().strip() == _GOOGLE:
+                found += _CORES.get((device / "device").read_text().strip(), 0)
+    return found

@@ -173,7 +173,7 @@ class MessageAgreement(CallAgreement):
         hashed = (stamp & _DIGEST) << LINE_BITS | stamp >> DIGEST_BITS
         pair[0] = hashed
         pair[1] = -hashed
-        arrived = self._mpi.start_all_reduce(pair, "max")
+        arrived = self._mpi.start_max(pair)
         if not arrived():
             wait_until(arrived, self._watch)
         if pair[0] + pair[1] == 0:

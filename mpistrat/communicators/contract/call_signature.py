@@ -70,7 +70,8 @@ def describe(words: tuple[Any, ...]) -> str:
     """Return the call that `words` describe as text for people: "all_reduce(mean, float32, (2,), loss)"."""
     operation, *rest = words
     if operation == "raise":
-        kind, message = rest[0], rest[-1]
+        kind = rest[0]
+        message = rest[-1]
         return f"raised {message if message.startswith(kind) else ': '.join(rest)}"
     if f"{operation}()" in rest:  # the user's call has no operands
         return f"{operation}()"

@@ -54,7 +54,8 @@ class CollectiveSpans:
         call = self._call
         self._call = None
         if call is not None:
-            kind, left = self._kind(*call), self._timeline.now()
+            kind = self._kind(*call)
+            left = self._timeline.now()
             self._timeline.add_collective(kind, self._entered, self._together, left, number)
 
     def _new_kind(self, signature: CallSignature, file: str, function: str, line: int) -> int:

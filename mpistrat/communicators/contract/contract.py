@@ -129,7 +129,9 @@ class Contract(Unchecked):
         code, line = self._called_at = frame.f_code, frame.f_lineno
         site = (code.co_filename, code.co_name, line)
         text, call_bytes, stamp = self.recorded = signature.texts[site]
-        record, spans, agreement = self._record, self._spans, self._agreements[follows]
+        record = self._record
+        spans = self._spans
+        agreement = self._agreements[follows]
         record.enter(self._record_slot, calls, text, call_bytes)
         if spans is not None:
             spans.begin(signature, code, line)
@@ -193,9 +195,11 @@ class Contract(Unchecked):
     def _raise_mismatch(
         self, signature: CallSignature, cause: Exception | None, frame: FrameType | SourceLine
     ) -> NoReturn:
-        words, place = signature.words, call_site(frame)
+        words = signature.words
+        place = call_site(frame)
         if cause is not None:
-            words, place = (*words, message_of(cause)), raised_at(cause, place)
+            words = (*words, message_of(cause))
+            place = raised_at(cause, place)
         raise mismatch(self._mpi.comm.allgather((words, place)), self.rank) from cause
 
     def __enter__(self) -> None:

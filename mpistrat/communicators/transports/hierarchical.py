@@ -157,7 +157,8 @@ class HierarchicalTransport(Transport, NodeMemory):
         tree = operands.tree
         within, between = (None, None) if tree is None else self._parts_of(tree)
         how = how_to_combine(buffer.dtype, reduction.op, within)
-        source, target = bytes_of(buffer), bytes_of(operands.target)
+        source = bytes_of(buffer)
+        target = bytes_of(operands.target)
         bounds = share_of(len(source), how.itemsize, self.node.size, self.senders)
         first, end = bounds[self.node.rank]
         total = how.totals((end - first) // how.itemsize)

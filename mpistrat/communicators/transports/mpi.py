@@ -57,14 +57,16 @@ class MpiTransport(Transport):
         if operands.tree is not None:
             _all_reduce_by_tree(self.comm, buffer, operands.tree, reduction.scale)
             return
-        op, name = OPS[reduction.op], dtype_name(buffer)
+        op = OPS[reduction.op]
+        name = dtype_name(buffer)
         if name.startswith(SUMMED_AS_FLOAT32):
             if buffer.nbytes < _SMALLEST_IN_SLICES:
                 reduce_in_place(
                     operands, lambda wide: self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), op)
                 )
                 return
-            how, total = arithmetic_of(buffer.dtype, reduction.op), bytes_of(operands.target)
+            how = arithmetic_of(buffer.dtype, reduction.op)
+            total = bytes_of(operands.target)
             sums = [bytes_of(buffer)]
             _all_reduce_in_slices(self.comm, how, sums, [1] * self.size, total, reduction.scale)
             return
@@ -75,7 +77,9 @@ class MpiTransport(Transport):
         scale(target, reduction.scale)
 
     def reduce(self, operands: Operands) -> None:
-        buffer, root, op = operands.buffer, operands.root, OPS[operands.reduction.op]
+        buffer = operands.buffer
+        root = operands.root
+        op = OPS[operands.reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
             super().reduce(operands)
         elif self.rank == root:
@@ -84,21 +88,22 @@ class MpiTransport(Transport):
             self.comm.Reduce(view_of(buffer), None, op, root)
 
     def reduce_scatter(self, operands: Operands) -> None:
-        buffer, op = operands.buffer, OPS[operands.reduction.op]
+        buffer = operands.buffer
+        op = OPS[operands.reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
             super().reduce_scatter(operands)
         else:
             self.comm.Reduce_scatter_block(view_of(buffer), view_of(operands.target), op)
 
-    def start_all_reduce(self, buffer: np.ndarray, op: str = "sum") -> Callable[[], bool]:
-        """Begin an all-reduce of `buffer` in place, without waiting.
+    def start_max(self, buffer: np.ndarray) -> Callable[[], bool]:
+        """Begin an all-reduce of `buffer` in place to the greatest values, without waiting.
 
         Called by: `MessageAgreement`.
 
         Returns: a function of no arguments: whether all ranks have combined `buffer`. Until it returns True, call it
             again, and do not touch `buffer`.
         """
-        return self.comm.Iallreduce(MPI.IN_PLACE, buffer, OPS[op]).Test
+        return self.comm.Iallreduce(MPI.IN_PLACE, buffer, MPI.MAX).Test
 
     def broadcast(self, operands: Operands) -> None:
         self.comm.Bcast([view_of(operands.buffer), MPI.BYTE], operands.root)
@@ -116,7 +121,8 @@ class MpiTransport(Transport):
         return operands.starts
 
     def all_gather(self, operands: Operands) -> list[Array]:
-        buffer, shapes = operands.buffer, self.shapes_of(operands)
+        buffer = operands.buffer
+        shapes = self.shapes_of(operands)
         view = view_of(buffer)
         lengths = shapes.prod(axis=1)
         gathered = np.empty(int(lengths.sum()), view.dtype)
@@ -139,7 +145,8 @@ class MpiTransport(Transport):
         if not operands.row_bytes:
             return
         # mpi4py would take a tuple for a pair of counts and displacements.
-        sent, received = list(operands.sent), list(operands.received)
+        sent = list(operands.sent)
+        received = list(operands.received)
         with _elements_of(operands.row_bytes) as element:
             self.comm.Alltoallv(
                 [bytes_of(operands.buffer), sent, element],

@@ -40,7 +40,8 @@ class BatchesOfWorker:
         self._share = share
 
     def __iter__(self) -> Iterator[Any]:
-        n, pieces = self._share.num_replicas, {*self._share.pieces}
+        n = self._share.num_replicas
+        pieces = {*self._share.pieces}
         return (batch for i, batch in enumerate(self._batches) if i % n in pieces)
 
 

@@ -81,7 +81,9 @@ def _action(number: int) -> Any:
     """
     if signal.getsignal(number) != signal.SIG_DFL:  # a handler in Python
         return None
-    libc, action, owner = ctypes.CDLL(None), (ctypes.c_void_p * 32)(), (ctypes.c_char_p * 4)()
+    libc = ctypes.CDLL(None)
+    action = (ctypes.c_void_p * 32)()
+    owner = (ctypes.c_char_p * 4)()
     # A struct sigaction begins with the handler's address; a Dl_info begins with the name of the library at an address.
     libc.sigaction(number, None, action)
     libc.dladdr(ctypes.c_void_p(action[0]), owner)

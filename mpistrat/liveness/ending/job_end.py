@@ -28,7 +28,6 @@ from mpi4py import MPI
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.ending.exit_group import ExitGroup
-from mpistrat.liveness.ending.fallback_observer import FallbackObserver
 from mpistrat.liveness.ending.interrupts import Interrupts
 from mpistrat.liveness.ending.lost_ranks import LostRanks
 from mpistrat.liveness.ending.program_exit import ProgramExit, program_exit, remember_exits
@@ -36,11 +35,15 @@ from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.liveness.error_text import told_of
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.observer.node_records import NodeRecords
+from mpistrat.liveness.observer.observer import Observer
 from mpistrat.liveness.observer.other_nodes import Raise
 from mpistrat.liveness.records.job_folder import report_of
 from mpistrat.liveness.records.record import END, ENDING, LEAVING, LEFT, RAISE, RankRecord
 from mpistrat.liveness.records.watch import WatchedCalls
 from mpistrat.liveness.revocable_group import means_rank_lost
+
+# So many looks in a row must find the observer silent, because it needs a moment when a suspended job goes on.
+SILENT_TIMES = 10
 
 
 class JobEnd:
@@ -355,3 +358,34 @@ def _end_job(why: str, code: int) -> NoReturn:
 def job_end() -> JobEnd:
     """Return this process's `JobEnd`. The first call makes it; MPI must be running."""
     return JobEnd()
+
+
+class FallbackObserver:
+    """Reports a stall if the node's observer does not. The thread of `JobEnd` in each rank calls it."""
+
+    _silent = 0
+
+    def look(self) -> None:
+        """Report a stall if this rank has waited too long and the observer has been silent in 10 looks in a row.
+
+        Silent means that the observer has not looked at the ranks for 5 s. Only one rank of a node reports. It then
+        sends SIGCONT to an observer that was stopped. Called by: the thread of `JobEnd`, five times a second.
+        """
+        observed = observation.current
+        if observed is None or observed.record.abort:
+            return
+        record = observed.record
+        now = time.monotonic()
+        waits = False
+        for slot in record.slots():
+            waited = now - slot.since / 1e9
+            if slot.since and 0 < record.limit_of(slot.timeout) < waited:
+                waits = True
+        is_silent = now - record.looked / 1e9 > deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER
+        self._silent = self._silent + 1 if waits and is_silent else 0
+        if self._silent < SILENT_TIMES:
+            return
+        with observed.folder.alone("stand-in") as alone:
+            if alone:
+                Observer(observed.folder).report_stall()
+                observation.wake_observer(record)

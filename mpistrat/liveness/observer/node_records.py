@@ -44,7 +44,9 @@ class NodeRecords:
         """
         node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         self._join(node)
-        record, first, peers = self.record, comm.bcast(MPI.COMM_WORLD.rank), None
+        record = self.record
+        first = comm.bcast(MPI.COMM_WORLD.rank)
+        peers = None
         while (slot := record.new_slot(_hash(name), comm.size, first)) is None:
             # The rank's record has no free slot, so the slot is in a new record in this process's memory: nobody
             # observes `comm`.
@@ -166,7 +168,10 @@ def _hash(name: str) -> int:
 
 
 def _start(record: RankRecord) -> RankRecord:
-    rank, size, host = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, socket.gethostname()
-    on_stall, is_set = RAISE if raises_on_stall() else END, stall_seconds.is_set()
+    rank = MPI.COMM_WORLD.rank
+    size = MPI.COMM_WORLD.size
+    host = socket.gethostname()
+    on_stall = RAISE if raises_on_stall() else END
+    is_set = stall_seconds.is_set()
     record.start(rank, size, host, stall_seconds(), on_stall, limit_is_set=is_set)
     return record

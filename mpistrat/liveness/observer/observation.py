@@ -162,7 +162,8 @@ def start_observer(folder: str) -> None:
     if python is None:
         return
     command = [python, "-I", "-S", "-c", _MAIN, folder]
-    null, environ = subprocess.DEVNULL, launcher.environment_of_children()
+    null = subprocess.DEVNULL
+    environ = launcher.environment_of_children()
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory for a process
         subprocess.Popen(
             command, stdin=null, stdout=null, stderr=null, start_new_session=True, env=environ

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import time
 from collections.abc import Iterable, Sequence
 
 from mpistrat.liveness import deadlines, processes
 from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
-from mpistrat.liveness.observer.stack_request import StackRequest
-from mpistrat.liveness.processes import cpu_seconds, describe_exit, describe_state, text_in
+from mpistrat.liveness.processes import (
+    RUNS,
+    catches,
+    cpu_seconds,
+    describe_exit,
+    describe_state,
+    state_of,
+    text_in,
+)
 from mpistrat.liveness.records.record import CallEntry
 
 _MOST_FRAMES = 12
@@ -116,7 +125,7 @@ def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> s
     first, *more = absent
     how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
     so_did = f" (so did {_ranks(more)})" if more else ""
-    wait = _verb(waiting, "wait")
+    wait = _wait(waiting)
     return (
         f"{first.who} {how}{so_did}, but {_ranks(waiting)} {wait} for all ranks to start MPI, or to "
         "build the strategy.\nEvery rank must do so. Is the call inside an `if rank == 0:`, or did a rank end because "
@@ -140,7 +149,7 @@ def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds:
         seconds: how long the ranks `gone` have waited.
     """
     lines = [
-        f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_verb(gone, 'wait')} for the other "
+        f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_wait(gone)} for the other "
         "ranks. If one of these waits in turn, in an MPI call of the program's own, this job hangs:"
     ]
     return "\n".join(lines + _what_they_do(_without(ranks, gone)))
@@ -296,7 +305,7 @@ def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
             calls.setdefault(text, []).append(rank)
     lines = []
     for text, inside in calls.items():
-        wait = _verb(inside, "wait")
+        wait = _wait(inside)
         lines.append(f"  {_ranks(inside)} {wait} {text}")
     return lines
 
@@ -305,8 +314,8 @@ def _without(ranks: list[ObservedRank], others: list[ObservedRank]) -> list[Obse
     return [rank for rank in ranks if rank not in others]
 
 
-def _verb(ranks: list[ObservedRank], verb: str) -> str:
-    return f"{verb}s" if len(ranks) == 1 else verb
+def _wait(ranks: list[ObservedRank]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _ranks(ranks: list[ObservedRank]) -> str:
@@ -318,3 +327,56 @@ def _numbers(numbers: list[int]) -> str:
     if len(numbers) > 16:
         shown += ", ..."
     return f"rank{'s' * (len(numbers) > 1)} {shown}"
+
+
+class StackRequest:
+    """Asks a process for the Python frames of its main thread, by a signal that the constructor sends.
+
+    The process must have registered the signal with faulthandler, see `observation.speak_on_signal`. The handler is in
+    C, and answers even while the GIL is held. A process that does not catch the signal is not asked, because the signal
+    would kill it; a stopped or dead process is not asked, either.
+
+    Args:
+        stack_signal: the signal's number; 0: do not ask.
+        stacks: the path of the file to which faulthandler appends the stack.
+    Attributes: sent: whether the process was asked.
+    """
+
+    def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
+        self._stacks = stacks
+        self._before = 0  # bytes in the file before the request
+        self.sent = False
+        self._deadline = time.monotonic() + deadlines.OBSERVER_WAITS_FOR_STACK
+        if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
+            with contextlib.suppress(OSError):
+                self._before = os.path.getsize(stacks)
+                os.kill(pid, stack_signal)
+                self.sent = True
+
+    def frames(self) -> list[str]:
+        """Wait for the answer, and return its frames, "train.py:33 in main", the innermost first.
+
+        Returns: [] if the process was not asked, or does not answer within 1.5 s after the request.
+        """
+        answer = ""
+        while self.sent:
+            before = answer
+            answer = self._answer()
+            # A process without a core may stop in the middle of its answer. Read the file before a look at the
+            # deadline, because the observer may have waited for other processes until now.
+            is_complete = answer == before and bool(_frames(answer))
+            if is_complete or time.monotonic() > self._deadline:
+                break
+            time.sleep(deadlines.OBSERVER_SLEEPS_UNTIL_STACK)
+        return _frames(answer)
+
+    def _answer(self) -> str:
+        with open(self._stacks, encoding="utf-8", errors="replace") as file:
+            file.seek(self._before)
+            return file.read()
+
+
+def _frames(dump: str) -> list[str]:
+    """Return the frames in faulthandler's output for one thread, the innermost first."""
+    found = re.findall(r'^\s+File "(.*)", line (\d+) in (.*)', dump, re.MULTILINE)
+    return [f"{file}:{line} in {function}" for file, line, function in found]

@@ -70,7 +70,8 @@ RAISE = 2
 # (0: never).
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY, TIMEOUT = range(8)
 
-WAITED, _WAITED_SECOND = 3072 // 8, 3584 // 8
+WAITED = 3072 // 8
+_WAITED_SECOND = 3584 // 8
 _FIRST_SLOT = 4096 // 8
 _SLOT_WORDS = 8
 MAX_SLOTS = 256
@@ -82,7 +83,8 @@ BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
 # Number, entered, waited, slot, bytes of the call, bytes of its site; then the text, filled up with zeros.
 _TEXT_BYTES = _ENTRY_BYTES - struct.calcsize("=QqqIHH")
 _ENTRY = struct.Struct(f"=QqqIHH{_TEXT_BYTES}s")
-_FIRST_WAITED, _ENTRY_WORDS = (_FIRST_ENTRY + 16) // 8, _ENTRY_BYTES // 8
+_FIRST_WAITED = (_FIRST_ENTRY + 16) // 8
+_ENTRY_WORDS = _ENTRY_BYTES // 8
 MAX_SITE = 110
 
 

@@ -251,7 +251,8 @@ class MemoryWithServers:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._channel = routes.rpc.channel
-        self.buffers, self.mappings = Buffers(), Mappings()
+        self.buffers = Buffers()
+        self.mappings = Mappings()
         # By server and key; None for an array that this process cannot map.
         self._tables: dict[tuple[int, int], MappedTable | None] = {}
         routes.rpc.on_lost(self._forget)

@@ -196,7 +196,8 @@ class VariablesOnServers(VariableStore):
         """
         try:
             if shape is not None and dtype is not None and takes_parts(initial_value):
-                whole, sizes = None, self._sizes(shape, dtype, name)
+                whole = None
+                sizes = self._sizes(shape, dtype, name)
             else:
                 whole = initial_array(initial_value, dtype, shape)
                 shape = tuple(whole.shape)

@@ -97,7 +97,8 @@ class ClosureQueue:
         with self.changed:
             self.changed.wait_for(has_room)
             if self._closed is None:
-                closure.id, self._next = self._next, self._next + 1
+                closure.id = self._next
+                self._next += 1
                 self._open[closure.id] = None
                 self._bytes += len(closure.payload)
                 (self._waiting.appendleft if closure.internal else self._waiting.append)(closure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from mpistrat import nest
 from mpistrat.context import check_call
@@ -15,9 +15,7 @@ from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
 from mpistrat.parameter_server.coordinator.dispatcher import Cluster, Dispatcher
 from mpistrat.parameter_server.coordinator.pickling import loads, raise_explained
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
+from mpistrat.strategy import Strategy
 
 
 class ClusterCoordinator:
@@ -52,7 +50,9 @@ class ClusterCoordinator:
         return coordinator
 
     def _begin(self, strategy: Strategy, cluster: Cluster) -> None:
-        self._strategy, self._cluster, self._queue = strategy, cluster, ClosureQueue()
+        self._strategy = strategy
+        self._cluster = cluster
+        self._queue = ClosureQueue()
         self._resources = per_worker.ResourceTable(cluster.references, len(cluster.workers))
         self._dispatcher = Dispatcher(cluster, self._queue, self._resources)
 
@@ -184,7 +184,8 @@ class ClusterCoordinator:
 
     def __repr__(self) -> str:
         workers = self._resources.workers
-        waiting, under_way = len(self._queue), len(self._queue.under_way)
+        waiting = len(self._queue)
+        under_way = len(self._queue.under_way)
         return f"<{type(self).__name__} {workers=} {waiting=} {under_way=}>"
 
     def end(self) -> None:

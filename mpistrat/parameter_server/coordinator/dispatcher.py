@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
@@ -21,9 +21,7 @@ from mpistrat.parameter_server.coordinator.worker import (
     RETURNED,
     SECONDS_TO_KEEP,
 )
-
-if TYPE_CHECKING:
-    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 
 
 @dataclass

@@ -143,7 +143,8 @@ def _innermost(
 
     Returns: the descriptions on the way, joined by arrows; the part; and the error of pickling it.
     """
-    path, seen = [name], {id(value)}
+    path = [name]
+    seen = {id(value)}
     while len(path) <= _DEEPEST:
         for description, part in _parts(value):
             if id(part) in seen:

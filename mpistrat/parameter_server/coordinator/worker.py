@@ -12,17 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.parameter_server.coordinator.failures import SentError, pack_error
 from mpistrat.parameter_server.coordinator.per_worker import ResourceCache
 from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads, raise_explained
-
-if TYPE_CHECKING:
-    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
-
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 
 # Notices: CLOSURES from the chief, OUTCOMES and RETURNED to the chief. Their bodies:
 CLOSURES = "closures"  # new resources by id, ids of dropped resources, [(id, name, payload)]
@@ -61,7 +58,8 @@ class Worker:
         self._chief = chief
         self._index = index
         self._in_closure = in_closure
-        self._references, self._resources = references, ResourceCache(references)
+        self._references = references
+        self._resources = ResourceCache(references)
         self._waiting: collections.deque[_Arrived] = collections.deque()
         self._begun = 0.0  # time when the running closure began
         self._busy = threading.Event()

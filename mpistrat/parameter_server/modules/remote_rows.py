@@ -110,7 +110,8 @@ def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     Raises: RuntimeError with `max_norm`; TypeError if only the indices are a `RemoteRows`.
     """
     arguments = inspect.getcallargs(func, *args, **kwargs)
-    weight, padding = arguments["weight"], arguments["padding_idx"]
+    weight = arguments["weight"]
+    padding = arguments["padding_idx"]
     if arguments["max_norm"] is not None:
         raise RuntimeError("an embedding whose rows are on servers cannot have max_norm")
     if not isinstance(weight, RemoteRows):

@@ -145,7 +145,8 @@ def _changes(remote: RemoteTensor, gradient: torch.Tensor, step: GradientMethod)
     if not gradient.is_sparse:
         return remote.changes(step, gradient)
     gradient = gradient.coalesce()
-    indices, values = gradient.indices()[0], gradient.values()
+    indices = gradient.indices()[0]
+    values = gradient.values()
     # Parts without any of the rows get a step, too, so that all parts count the same steps.
     return [
         Change(address, step, IndexedSlices(values[part], indices[part] - first))

@@ -237,7 +237,8 @@ class RemoteTensors:
 
 def _put_back(slot: BufferSlot, tensor: torch.Tensor) -> None:
     """If a forward has replaced the buffer `tensor` by one of the same shape and dtype, copy it back into `tensor`."""
-    module, now = slot.module(), slot.tensor()
+    module = slot.module()
+    now = slot.tensor()
     if module is None or now is None or now is tensor:
         return
     if (now.shape, now.dtype) == (tensor.shape, tensor.dtype):

@@ -25,7 +25,8 @@ class Routes:
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
-        self.rpc, self.servers = rpc, tuple(servers)
+        self.rpc = rpc
+        self.servers = tuple(servers)
         following = (*servers[1:], *servers[:1])
         self.backups = dict(zip(servers, following, strict=True)) if replicated else {}
         self.primaries = dict(zip(self.backups.values(), self.backups, strict=True))
@@ -120,7 +121,8 @@ class FailoverRequest:
             try:
                 return self._reply.wait(limited=limited)
             except UnavailableError:
-                asked, holder = self._reply.to, self._routes.holder_of(self._server)
+                asked = self._reply.to
+                holder = self._routes.holder_of(self._server)
                 if asked not in rpc.channel.lost:
                     raise
                 if holder == asked:  # the backup may have died, too, since the error was made

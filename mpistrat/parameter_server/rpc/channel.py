@@ -62,7 +62,8 @@ class Channel:
 
         from mpistrat.parameter_server.rpc.mpi_messages import MpiMessages
 
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
         self.lost: set[int] = set()
         self._outlives_ranks = outlives_ranks
         self._inbox = PipeInbox()
@@ -96,7 +97,8 @@ class Channel:
         except OSError:  # before Linux 5.3: only the launcher notices a death
             return
         weakref.finalize(self, os.close, pidfd).atexit = False
-        self._pidfds[peer], self._watched[pidfd] = pidfd, peer
+        self._pidfds[peer] = pidfd
+        self._watched[pidfd] = peer
         self._poll.register(pidfd, select.POLLIN)
 
     def has_died(self, rank: int) -> bool:

@@ -16,7 +16,9 @@ from mpi4py import MPI
 
 from mpistrat.liveness.revocable_group import means_rank_lost
 
-HEAD, BUFFERS = 1, 2  # tags
+# Tags.
+HEAD = 1
+BUFFERS = 2
 
 
 class MpiMessages:

@@ -149,7 +149,8 @@ class Backup:
 
     def _end(self) -> None:
         self._rank = None
-        forwarded, self._forwarded = self._forwarded, deque()
+        forwarded = self._forwarded
+        self._forwarded = deque()
         for change in forwarded:
             for call in change.waiting:
                 call()

@@ -285,4 +285,5 @@ class Store:
         """Move all arrays and optimizers of `other` to this store, and leave `other` empty."""
         self.by_key.update(other.by_key)
         self.optimizers.adopt(other.optimizers)
-        other.by_key, other.optimizers = {}, ServerOptimizers()
+        other.by_key = {}
+        other.optimizers = ServerOptimizers()

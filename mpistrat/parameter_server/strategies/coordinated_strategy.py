@@ -196,7 +196,8 @@ class ParameterServerStrategy(Strategy):
         """
         job = self._extended.job
         seed_for_worker(job.roles.task_id)
-        chief, references = job.roles.ranks["chief"][0], ObjectReferences(self, job)
+        chief = job.roles.ranks["chief"][0]
+        references = ObjectReferences(self, job)
         worker = Worker(job.rpc, chief, job.roles.task_id, references, self._in_closure)
         with interrupts.ignore_interrupts():
             worker.serve(lambda: job.ended)

@@ -176,7 +176,8 @@ def with_servers(
     if job.roles.task_type == "ps":
         job.serve()
         raise SystemExit(0)
-    roles, coordinated = job.roles, clock is None
+    roles = job.roles
+    coordinated = clock is None
     owns = roles.rank == job.trainers[0]
     trains = roles.rank in job.trainers
     # The program's topology has only the ranks that train, because servers run no part of the program.

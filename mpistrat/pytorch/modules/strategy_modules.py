@@ -102,9 +102,11 @@ def strategy_of(value: Any) -> AnyStrategy | None:
     Args: value: a module or an optimizer.
     Returns: None if there is no such strategy, or for other values.
     """
-    parameters, modules = list[torch.Tensor](), list[torch.nn.Module]()
+    parameters = list[torch.Tensor]()
+    modules = list[torch.nn.Module]()
     if isinstance(value, torch.nn.Module):
-        parameters, modules = [*value.parameters()], [*value.modules()]
+        parameters = [*value.parameters()]
+        modules = [*value.modules()]
     elif isinstance(value, torch.optim.Optimizer):
         parameters = hooks.parameters_of(value)
     for of_strategy in all_modules:

@@ -104,7 +104,8 @@ class Block:
         self.values = values
         self.gradients = gradients
         self._contribution = contribution
-        self.value_view, self.gradient_view = values.view(), gradients.view()
+        self.value_view = values.view()
+        self.gradient_view = gradients.view()
         # Keys are first bytes. `ParameterPages` refer to their block, so as keys they would keep it alive.
         self._contributions: dict[int, torch.Tensor] = {}
         # Weak references to the memory of each `.grad` that `lend` returned, alive while the program refers to it.

@@ -159,7 +159,8 @@ class SharedParameters:
             parameter.data = place.in_shape(place.flat(block.value_view.memory))
 
     def _keep(self, parameter: torch.Tensor, place: ParameterPages) -> None:
-        places, key = self._places, id(parameter)
+        places = self._places
+        key = id(parameter)
 
         def forget(reference: weakref.ref[torch.Tensor]) -> None:
             if key in places and places[key][0] is reference:

@@ -187,7 +187,8 @@ class _Slices:
                 elif isinstance(value, torch.Tensor) and value.shape == part.place.shape:
                     piece, view = self._share(part, name, value)
                     piece.copy_(part.place.in_order(value.detach())[part.first : part.end])
-                    state[name], whole[name] = piece, view
+                    state[name] = piece
+                    whole[name] = view
                 else:
                     state[name] = value
 

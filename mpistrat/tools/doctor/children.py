@@ -7,11 +7,12 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 from mpistrat.liveness.processes import name_of_signal
+from mpistrat.settings import Environment
 
 MOST_WORDS = 1 << 20  # bytes: only the end of a longer output is read
 _NO_END = "no end within"
@@ -55,7 +56,7 @@ class ChildOutput:
         return ", ".join(filter(None, [self.ended or silent, words]))
 
 
-def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> ChildOutput:
+def ask(command: Sequence[str], seconds: float, environment: Environment) -> ChildOutput:
     """Run `command` for at most `seconds`, then kill it and its children.
 
     Returns: its output. It raises no error: `ended` also says why a program could not be started.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import json
 import socket
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from mpistrat.tools.doctor import (
     cores,
@@ -19,15 +22,19 @@ from mpistrat.tools.doctor import (
     nodes,
     software,
 )
-from mpistrat.tools.doctor.facts import Job, JobFailure, RankFacts
-from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, said_once
-from mpistrat.tools.doctor.printing import as_text, to_json
+from mpistrat.tools.doctor.facts import Job, JobFailure, RankFacts, as_json
+from mpistrat.tools.doctor.finding import LEVELS, OK, PROBLEM, WARNING, Finding, Findings, said_once
 from mpistrat.tools.doctor.supervision import run_rank
+from mpistrat.tools.doctor.wording import count
 
 Check = Callable[[Job], Iterable[Finding]]
 SECONDS_FOR_RANK_0 = 10.0
 _CHECKERS = (mpi_library, software, cores, memory, nodes, links, gpus)
 CHECKS: tuple[Check, ...] = tuple(checker.check for checker in _CHECKERS)
+SCHEMA = 1
+WIDTH = 110
+MOST_NAMED = 5  # nodes
+_MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  ", OK: "ok       "}
 
 
 def run(in_json: bool) -> int:
@@ -114,3 +121,48 @@ def _speak_for_a_node(here: RankFacts, failure: JobFailure) -> int:
         where = f"rank {here.rank} on {here.host}, {failure.stage}"
         print(f"mpistrat doctor: {where}: {what}", file=sys.stderr, flush=True)
     return int(not of_node)  # an exit code could end the job before rank 0 has spoken
+
+
+def as_text(findings: Sequence[Finding], nodes: int) -> str:
+    """Return the findings as one text: problems first, a fix and a heading below each; last their numbers.
+
+    Args: nodes: the number of nodes of the job. With one node, the nodes of a finding are not named.
+    """
+    lines = []
+    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
+        lines += _wrapped(_MARKS[finding.level], f"{_subject(finding, nodes)}: {finding.text}")
+        if finding.fix:
+            see = f"(docs/troubleshooting.md: {finding.heading})"
+            lines += _wrapped("    fix: ", f"{finding.fix} {see}")
+    levels = collections.Counter(finding.level for finding in findings)
+    if levels[PROBLEM] or levels[WARNING]:
+        lines.append(f"{count(levels[PROBLEM], 'problem')}, {count(levels[WARNING], 'warning')}.")
+    else:
+        lines.append("Nothing to fix.")
+    return "\n".join(lines)
+
+
+def to_json(findings: Sequence[Finding], job: Job) -> str:
+    content = {
+        "schema": SCHEMA,
+        "findings": [as_json(finding) for finding in findings],
+        "facts": as_json(job),
+    }
+    return json.dumps(content, indent=1)
+
+
+def _subject(finding: Finding, nodes: int) -> str:
+    named = finding.nodes
+    if not named or nodes == 1:
+        return finding.check
+    if len(named) == nodes:
+        return f"{finding.check} on all {nodes} nodes"
+    more = f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
+    return f"{finding.check} on {', '.join(named[:MOST_NAMED])}{more}"
+
+
+def _wrapped(mark: str, text: str) -> list[str]:
+    # Commands and paths stay whole.
+    wrapper = textwrap.TextWrapper(WIDTH, mark, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * len(mark)
+    return wrapper.wrap(text)

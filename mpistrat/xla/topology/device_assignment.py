@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -12,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.xla.topology.integer_arrays import MESH_RANK, as_coordinates, as_lengths
-from mpistrat.xla.topology.ring_order import ring_order
 from mpistrat.xla.topology.topology import TpuTopology
 
 Lengths = tuple[int, ...]  # along x, y, z and the cores of a chip
+Chip = tuple[int, ...]
 
 
 class DeviceOrderMode(enum.IntEnum):
@@ -108,7 +109,8 @@ class DeviceAssignment:
         mesh = tuple(_check_topology(topology).mesh_shape.tolist())
         shape = _lengths("computation_shape", computation_shape)
         stride = _lengths("computation_stride", computation_stride)
-        room, mode = _room(mesh, shape, stride), _mode(device_order_mode)
+        room = _room(mesh, shape, stride)
+        mode = _mode(device_order_mode)
         num_replicas = operator.index(num_replicas)
         if not 0 <= num_replicas <= math.prod(room):
             raise ValueError(
@@ -323,7 +325,8 @@ def _by_device(
         raise ValueError(
             f"computation_stride is {list(stride)}, and this mesh has places without a device: there it must be 1"
         )
-    cores, present = math.prod(shape), topology.num_tasks * topology.num_tpus_per_task
+    cores = math.prod(shape)
+    present = topology.num_tasks * topology.num_tpus_per_task
     if num_replicas * cores > present:
         raise ValueError(
             f"{num_replicas} replicas of {cores} cores need {num_replicas * cores}; of the mesh "
@@ -332,3 +335,48 @@ def _by_device(
         )
     devices = topology.device_coordinates.reshape(-1, MESH_RANK)
     return devices[: num_replicas * cores].reshape(num_replicas, cores, MESH_RANK)
+
+
+def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
+    """Return the chips of a box in the order of a ring, or sorted by z, then y, then x.
+
+    The ring begins at (0, 0, 0); each chip is a neighbour of the next chip, and the last chip of the first. The chips
+    are sorted if the box has an odd length above 1, or is one line of chips. (Only a torus links the ends of a line.)
+
+    Args: shape: number of chips along x, y and z.
+    Returns: integers of shape [chips, 3]; the last axis is (x, y, z).
+    """
+    lengths = np.asarray(shape)
+    long = lengths[lengths > 1]
+    if len(long) < 2 or (long % 2).any():
+        z, y, x = np.indices(tuple(reversed(shape))).reshape(3, -1)
+        return np.stack([x, y, z], axis=-1)
+    axes = np.argsort(lengths == 1, kind="stable")  # in a plane, the axis of length 1 comes last
+    ring = np.array(_ring(*lengths[axes].tolist()))
+    return ring[:, np.argsort(axes)]
+
+
+def _ring(width: int, height: int, depth: int) -> list[Chip]:
+    """Return the chips (x, y, z) of a box of even lengths (`depth` may be 1) as a ring that begins at (0, 0, 0).
+
+    The ring goes through the layers z = 0, 1, … and returns along the chips (0, 0, z). The picture shows the order of
+    the chips in layer 0 of 4 × 4 chips; the next layer has them backwards, from 15 to 1:
+
+        0    1    2    3
+        15   6    5    4
+        14   7    8    9
+        13   12   11   10
+    """
+    row = [(x,) for x in range(1, width)]
+    return [(0, 0, 0), *_there_and_back(_there_and_back(row, height), depth)]
+
+
+def _there_and_back(path: Sequence[Chip], layers: int) -> list[Chip]:
+    """Return the chips of `path` in each layer, each with its layer's number as one more coordinate.
+
+    Every second layer is passed backwards. Then come the chips at coordinates 0, from the last layer down to layer 1.
+    """
+    in_turn = itertools.islice(itertools.cycle((path, path[::-1])), layers)
+    up = [(*chip, layer) for layer, chips in enumerate(in_turn) for chip in chips]
+    corner = (0,) * len(path[0])
+    return up + [(*corner, layer) for layer in reversed(range(1, layers))]

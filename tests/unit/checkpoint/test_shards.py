@@ -115,6 +115,6 @@ def test_what_is_sharded_is_not_kept_in_memory() -> None:
         tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     finally:
         dist.destroy_process_group()
-    check_whole({"model": {"a": torch.ones(4)}}, "run_elastic")
+    check_whole({"model": {"a": torch.ones(4)}})
     with pytest.raises(ValueError, match=r"^run_elastic: a\.b of model is sharded"):
-        check_whole({"model": {"a": {"b": tensor}}}, "run_elastic")
+        check_whole({"model": {"a": {"b": tensor}}})

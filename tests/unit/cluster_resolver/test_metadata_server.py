@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mpistrat.cluster_resolver.metadata_server import read_metadata
-from mpistrat.fault_tolerance.google_compute_engine import maintenance_is_near
+from mpistrat.fault_tolerance.termination_config import maintenance_is_near
 from support.cloud.google_metadata import metadata_server
 
 MODULE = "mpistrat.cluster_resolver.metadata_server"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
+from mpistrat.fault_tolerance.preemption_checkpoint_handler import PiggybackedWord
 
 
 def test_nothing_was_reduced() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cluster_resolver.slurm.job import SlurmError, SlurmJob, slurm_job
-from mpistrat.fault_tolerance import time_limit
-from mpistrat.fault_tolerance.time_limit import TimeLimit
+from mpistrat.fault_tolerance import announced_end
+from mpistrat.fault_tolerance.announced_end import TimeLimit
 
 
 @pytest.fixture
@@ -111,8 +111,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_it_asks_again(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_limit, "SHORTEST_PAUSE", 0.05)
-    monkeypatch.setattr(time_limit, "LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(announced_end, "SHORTEST_PAUSE", 0.05)
+    monkeypatch.setattr(announced_end, "LONGEST_PAUSE", 0.05)
     answer = tmp_path / "answer"
     answer.write_text("NONE")
     command("squeue", f'cat "{answer}"')
@@ -128,8 +128,8 @@ def test_it_asks_again(command: Callable, tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_error_of_any_kind_does_not_stop_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(time_limit, "SHORTEST_PAUSE", 0.01)
-    monkeypatch.setattr(time_limit, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(announced_end, "SHORTEST_PAUSE", 0.01)
+    monkeypatch.setattr(announced_end, "LONGEST_PAUSE", 0.01)
     answers = iter([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), MemoryError(), 7.0])
 
     class Job(SlurmJob):
@@ -156,8 +156,8 @@ def test_nothing_waits_for_squeue(command: Callable, tmp_path: Path) -> None:
 def test_what_is_missing_is_told_once(
     command: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(time_limit, "SHORTEST_PAUSE", 0.01)
-    monkeypatch.setattr(time_limit, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(announced_end, "SHORTEST_PAUSE", 0.01)
+    monkeypatch.setattr(announced_end, "LONGEST_PAUSE", 0.01)
     command("squeue", "echo down >&2; exit 1")
     limit = TimeLimit(SlurmJob("17"))
     output = ""

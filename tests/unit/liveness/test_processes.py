@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.liveness import deadlines, processes
-from mpistrat.liveness.observer import stack_request
+from mpistrat.liveness.observer import report
 
 
 def test_how_a_process_died() -> None:
@@ -76,7 +76,7 @@ def test_a_process_that_would_be_killed_is_not_asked_for_its_stack(tmp_path: Pat
             while processes.command_of(child.pid) != "sleep 600":  # it may be in exec still
                 assert time.monotonic() < until
                 time.sleep(0.001)
-            request = stack_request.StackRequest(child.pid, signal.SIGRTMAX - 1, str(stacks))
+            request = report.StackRequest(child.pid, signal.SIGRTMAX - 1, str(stacks))
             assert not request.sent
             assert request.frames() == []
             assert child.poll() is None
@@ -120,9 +120,9 @@ def test_a_stack_that_came_in_time_is_read_late(
     asked: list[int] = []
     monkeypatch.setattr(deadlines, "OBSERVER_WAITS_FOR_STACK", 0.0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stack_request, "catches", lambda pid, number: True)
-        patched.setattr(stack_request.os, "kill", lambda pid, number: asked.append(number))
-        request = stack_request.StackRequest(os.getpid(), 10, str(stacks))
+        patched.setattr(report, "catches", lambda pid, number: True)
+        patched.setattr(report.os, "kill", lambda pid, number: asked.append(number))
+        request = report.StackRequest(os.getpid(), 10, str(stacks))
     assert asked == [10]
     stacks.write_text(
         'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in step\n'
@@ -147,7 +147,7 @@ def test_asking_for_a_stack_does_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(
             deadlines, "OBSERVER_WAITS_FOR_STACK", 30.0
         )  # it may have no core for a while
-        request = stack_request.StackRequest(process.pid, number, str(stacks))
+        request = report.StackRequest(process.pid, number, str(stacks))
         here = BUSY_THREADS.splitlines().index("time.sleep(60)  # the main thread stands here") + 1
         assert request.frames() == [f"<string>:{here} in <module>"]
         assert process.poll() is None

@@ -137,6 +137,7 @@ def exchange_on_host(host: Communicator, operands: Operands) -> None:
     """Do an `all_to_all` of buffers on a device by copies to the host and back.
     Args: host: the communicator of the ranks that exchange.   operands: `buffer` is sent; `target` gets the result.
     """
-    buffer, out = to_host(operands.buffer), to_host(operands.target)
+    buffer = to_host(operands.buffer)
+    out = to_host(operands.target)
     host.all_to_all(buffer, out, operands.sent, operands.received)
     operands.target[...] = to_device_of(out, operands.target)

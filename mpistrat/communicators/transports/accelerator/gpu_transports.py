@@ -171,7 +171,8 @@ class _TransportChoice:
         except Exception as error:  # without CUDA the import may raise several kinds of errors
             found = "", f"{type(error).__name__}: {error}"
         versions = self._host.all_gather_object(found)
-        ranks, through = self._communicator, f"through {versions[0][0]}"
+        ranks = self._communicator
+        through = f"through {versions[0][0]}"
         ungrouped = why_not = shared_gpu(self._gpus) or missing(versions)
         if not why_not:
             flat, why_not = start(ranks, self._channel, through)

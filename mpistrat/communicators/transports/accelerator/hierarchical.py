@@ -148,7 +148,8 @@ class HierarchicalDeviceTransport(DeviceTransport):
         Args: root: a rank of this transport (0 to `size` - 1, over all nodes).
         """
         flat, whole, own_slice = self._sliced(buffer)
-        node, place = self._nodes[root], self._places[self.rank]
+        node = self._nodes[root]
+        place = self._places[self.rank]
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
         peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]

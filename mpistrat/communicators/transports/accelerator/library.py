@@ -26,7 +26,8 @@ class TorchLibrary:
         self.index = index
         import torch
 
-        self._torch, self._module = torch, torch.get_device_module(kind)
+        self._torch = torch
+        self._module = torch.get_device_module(kind)
         self._device = torch.device(kind, index)
 
     @property

@@ -85,7 +85,8 @@ class NativeTransport(DeviceTransport):
     ) -> None:
         super().__init__(host, index, watch, why)
         self._kind = kind
-        self._device, self._library_of_device = torch.device(kind, index), TorchLibrary(kind, index)
+        self._device = torch.device(kind, index)
+        self._library_of_device = TorchLibrary(kind, index)
         self._group: CollectiveGroup[Any] = CollectiveGroup(
             f"torch's group for {kind!r}", host, channel, watch, abort_group
         )
@@ -216,14 +217,16 @@ class NativeTransport(DeviceTransport):
             super().all_gather_into(operands)
         elif buffer.numel():
             options = c10d.AllgatherOptions()
-            whole, part = _bytes_of(out), _bytes_of(buffer)
+            whole = _bytes_of(out)
+            part = _bytes_of(buffer)
             self._submit(lambda group: group._allgather_base(whole, part, options))
 
     def all_to_all(self, operands: Operands) -> None:
         if not _are_on(self._device, operands.buffer, operands.target):
             super().all_to_all(operands)
         elif operands.row_bytes:
-            rows, received = _rows_of(operands.buffer), _rows_of(operands.target)
+            rows = _rows_of(operands.buffer)
+            received = _rows_of(operands.target)
             counts = list(operands.received), list(operands.sent)
             options = dist.AllToAllOptions()
             self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))

@@ -138,7 +138,9 @@ class NcclTransport(DeviceTransport):
             self.combine_on_host(buffer, reduction)
             return
         library = self.library(buffer)
-        pointer, count, op = library.pointer(buffer), num_elements(buffer), reduction.op
+        pointer = library.pointer(buffer)
+        count = num_elements(buffer)
+        op = reduction.op
         self._run(library, lambda nccl, stream: nccl.all_reduce(pointer, count, name, op, stream))
         scale(buffer, reduction.scale)
 
@@ -154,7 +156,8 @@ class NcclTransport(DeviceTransport):
         shapes = self.host.all_gather_object(tuple(buffer.shape))
         parts = [library.empty(shape, buffer.dtype) for shape in shapes]
         parts[self.rank][...] = buffer
-        pointers, counts = [library.pointer(p) for p in parts], [int(p.nbytes) for p in parts]
+        pointers = [library.pointer(p) for p in parts]
+        counts = [int(p.nbytes) for p in parts]
         self._run(library, lambda nccl, stream: nccl.broadcast_bytes(pointers, counts, stream))
         return parts
 

@@ -51,7 +51,8 @@ class _Stages:
         self._library = library
         with library.device():
             self._memory = [library.pinned(CHUNK) for _ in range(BUFFERS)]
-            self._down, self._up = library.new_stream(), library.new_stream()
+            self._down = library.new_stream()
+            self._up = library.new_stream()
         self._sent: list[Any] = [None] * BUFFERS  # events of the last copies out of the buffers
 
     def begin(self) -> None:

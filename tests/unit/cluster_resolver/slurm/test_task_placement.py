@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cluster_resolver.slurm.task_placement import place_tasks
+from mpistrat.cluster_resolver.slurm.resolver import place_tasks
 from mpistrat.errors import TopologyError
 
 

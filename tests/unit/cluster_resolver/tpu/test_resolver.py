@@ -3,7 +3,7 @@
 import pytest
 
 from mpistrat.cluster_resolver import ClusterSpec, TPUClusterResolver
-from mpistrat.cluster_resolver.tpu.chips import local_cores
+from mpistrat.cluster_resolver.tpu.resolver import local_cores
 from mpistrat.errors import NotFoundError
 from mpistrat.topology import Topology
 from support.cloud.google_metadata import metadata_server

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mpistrat.xla.topology.ring_order import ring_order
+from mpistrat.xla.topology.device_assignment import ring_order
 
 EVEN = [1, 2, 4, 6]
 
