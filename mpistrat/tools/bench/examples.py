@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mpistrat.strategy import Strategy
 from mpistrat.tools.bench.errors import UsageError
-from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.models import Model
 from mpistrat.tools.bench.rounds import first_reason
 
 SYNTHETIC = "synthetic"

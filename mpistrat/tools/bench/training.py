@@ -17,7 +17,7 @@ from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrateg
 from mpistrat.tools.bench import examples
 from mpistrat.tools.bench.device_choice import device_named
 from mpistrat.tools.bench.errors import UsageError
-from mpistrat.tools.bench.models import model_named
+from mpistrat.tools.bench.models import MODELS
 from mpistrat.tools.bench.report import Row
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
@@ -91,7 +91,7 @@ def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
     Args: batch_size: the examples of all ranks together; None: the model's default for each rank.
     Raises: UsageError on all ranks, if `batch_size` is not a multiple of the number of ranks.
     """
-    model = model_named(name)
+    model = MODELS[name]
     ranks = all_ranks().size
     each, rest = divmod(batch_size or model.examples_per_rank * ranks, ranks)
     if rest:
