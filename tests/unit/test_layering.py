@@ -260,19 +260,12 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "bench.errors",
         ),
         ("doctor.command",),
-        (
-            "doctor.supervision",
-            "doctor.printing",
-        ),
         ("doctor.rank_process",),
         ("doctor",),
         ("doctor.cuda_driver",),
         ("doctor.children",),
         ("doctor.finding",),
-        (
-            "doctor.facts",
-            "doctor.wording",
-        ),
+        ("doctor.facts",),
     ),
     "torch_distributed": (
         ("run",),

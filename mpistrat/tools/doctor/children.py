@@ -7,10 +7,11 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.liveness.processes import name_of_signal
 
 MOST_WORDS = 1 << 20  # bytes: only the end of a longer output is read
@@ -52,12 +53,13 @@ class ChildOutput:
         Args: silent: the words for a program that ended with code 0 and wrote no such line.
         """
         words = last_words(self.errors if self.ended else self.output, 1)
-        return ", ".join(filter(None, [self.ended or silent, words]))
+        return f"{self.ended or silent}, {words}".removesuffix(", ")
 
 
-def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> ChildOutput:
+def ask(command: Sequence[str], seconds: float) -> ChildOutput:
     """Run `command` for at most `seconds`, then kill it and its children.
 
+    The command cannot take the place of a rank: it has no variables of the launcher.
     Returns: its output. It raises no error: `ended` also says why a program could not be started.
     """
     # The output goes to files. A pipe would stay open if the command left a process behind.
@@ -68,7 +70,7 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) 
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
-                env=dict(environment),
+                env=environment_of_children(),
                 start_new_session=True,
             )
         except OSError as error:

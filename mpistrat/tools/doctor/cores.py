@@ -12,8 +12,7 @@ from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_thread
 from mpistrat.machine.notices import runs_in_words
 from mpistrat.machine.shared_caches import caches_of
 from mpistrat.tools.doctor.facts import Cores, Job, Ranks
-from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, findings_of, on_node
-from mpistrat.tools.doctor.wording import count
+from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, count, findings_of, on_node
 
 ok, warning, problem = findings_of("cores")
 # Headings of docs/troubleshooting.md
@@ -76,7 +75,9 @@ def _sharing(ranks: Ranks) -> Findings:
     cores = _cores_of(ranks)
     num_cores = len(cores)
     usable = _usable_cpus(ranks)
-    spare = _cores_left_by_launcher(ranks)
+    spare = 0  # cores that the launcher may use and no rank may
+    if not ranks[0].launch.slurm:  # under Slurm, ranks cannot get more cores
+        spare = max(0, ranks[0].cores.of_launcher - num_cores)
     of_launcher = num_cores + spare
     here = f"{count(number, 'rank')} here"
     bound_to = count(num_cores, "core")
@@ -141,13 +142,6 @@ def _usable_cpus(ranks: Ranks) -> float:
     cores = len(_cores_of(ranks))
     quota = ranks[0].cores.quota
     return cores if quota is None else min(cores, quota)
-
-
-def _cores_left_by_launcher(ranks: Ranks) -> int:
-    """Return how many cores the launcher may use and no rank may. 0 under Slurm: there, ranks cannot get more cores."""
-    if ranks[0].launch.slurm:
-        return 0
-    return max(0, ranks[0].cores.of_launcher - len(_cores_of(ranks)))
 
 
 def _threads(ranks: Ranks) -> Findings:

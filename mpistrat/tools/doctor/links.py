@@ -11,14 +11,12 @@ import bisect
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.tools.doctor.facts import Job, grouped
-from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
-from mpistrat.tools.doctor.wording import count
+from mpistrat.tools.doctor.finding import Findings, Level, count, findings_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -242,7 +240,7 @@ def bytes_of_link(text: str) -> float:
     return float(number) * {"G": 1e9, "M": 1e6}[unit[0]] / 8
 
 
-def _bad(rate: float, median: float) -> partial[Finding]:
+def _bad(rate: float, median: float) -> Level:
     """Return the function `problem` for a rate below a quarter of the median of the other pairs, else `warning`."""
     return problem if rate < VERY_SLOW * median else warning
 

@@ -33,13 +33,14 @@ def check(job: Job) -> Findings:
     different = list(_differences(job.ranks))
     yield from different
     here = job.first.software
-    wrong_pair, command = what_differs(here.torch_xla, here.torch) if here.torch_xla else ("", "")
-    if wrong_pair:
-        yield problem(f"{wrong_pair}. A program that imports it ends.", command, _DIFFERENT)
+    torch = f"torch {here.torch}" if here.torch else "no torch: NumPy and CuPy only"
+    if here.torch_xla:
+        torch += f", torch_xla {here.torch_xla}"
+        wrong_pair, command = what_differs(here.torch_xla, here.torch)
+        if wrong_pair:
+            yield problem(f"{wrong_pair}. A program that imports it ends.", command, _DIFFERENT)
     if not different:
         everywhere = " on all ranks" if len(job.ranks) > 1 else ""
-        torch = f"torch {here.torch}" if here.torch else "no torch: NumPy and CuPy only"
-        torch += f", torch_xla {here.torch_xla}" if here.torch_xla else ""
         yield ok(
             f"mpistrat {here.mpistrat} ({here.folder}), Python {here.python}, mpi4py {here.mpi4py or 'missing'}, "
             f"NumPy {here.numpy}, {torch}{everywhere}."
