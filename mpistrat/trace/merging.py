@@ -22,6 +22,7 @@ from mpistrat.trace.clocks import Alignment, Comparison
 from mpistrat.trace.timeline import HEADER_VERSION, header_of, part_of
 
 _PART = re.compile(r"rank-(\d+)\.part")
+_Ranks = tuple[int, ...]
 _Collective = tuple[str, int]  # the communicator's name, and the number of the call
 _LastToEnter = dict[_Collective, tuple[int, int, int]]  # see `_last_to_enter`
 _Conversion = Callable[[int], int]  # converts a clock's times into another clock's times, in ns
@@ -46,11 +47,11 @@ class Merged:
     """
 
     path: str
-    ranks: tuple[int, ...]
+    ranks: _Ranks
     events: int
-    missing: tuple[int, ...]
-    unfinished: tuple[int, ...]
-    unaligned: tuple[int, ...]
+    missing: _Ranks
+    unfinished: _Ranks
+    unaligned: _Ranks
 
     @property
     def is_complete(self) -> bool:
@@ -170,7 +171,7 @@ def _ranks_in(folder: str) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def _ranks(ranks: _Ranks) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

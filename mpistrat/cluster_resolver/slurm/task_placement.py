@@ -59,7 +59,8 @@ def _nodes_of_tasks(
                 f"SLURM_ARBITRARY_NODELIST has the tasks on {list(host_of_task)!r:.200}, but the step's nodes have "
                 f"{list(tasks_of_nodes)!r:.200}"
             )
-        return list(map([host for host, _ in tasks_of_nodes].index, host_of_task))
+        hosts = [host for host, _ in tasks_of_nodes]
+        return [hosts.index(host) for host in host_of_task]
     raise TopologyError(
         f"the task distribution {distribution!r:.80} (SLURM_DISTRIBUTION) does not say which task runs where (known: "
         f"block, cyclic, plane with SLURM_DIST_PLANESIZE, and arbitrary with SLURM_ARBITRARY_NODELIST); "
