@@ -20,7 +20,7 @@ from program import program, report
 import mpistrat as ms
 from mpistrat.tools.bench.models import MODELS, Model, mlp
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
+from mpistrat.tools.bench.training import STEPS_OF_TRIALS, with_strategy
 from mpistrat.tools.bench.work import Step, Work
 
 SMALL = Model(functools.partial(mlp, 16, 1), (1, 4, 4), examples_per_rank=8, classes=10)

@@ -253,12 +253,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "bench.report",
             "bench.pictures",
         ),
-        ("bench.surroundings",),
         ("bench.device",),
-        (
-            "bench.rounds",
-            "bench.errors",
-        ),
+        ("bench.rounds",),
         ("doctor.command",),
         ("doctor.rank_process",),
         ("doctor",),

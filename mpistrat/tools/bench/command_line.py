@@ -173,7 +173,7 @@ def parser(prog: str) -> ArgumentParser:
     for name in OPERATIONS:
         sweep = commands.add_parser(
             name,
-            aliases=[name.replace("_", "")] if "_" in name else [],
+            aliases=sorted({name.replace("_", "")} - {name}),
             help=f"sweep {name} over sizes",
             description=f"{name} over a range of sizes, with nccl-tests' columns. GB are 1e9 bytes. The limit is the "
             "time in which all ranks at once copy as many bytes; results are checked.",

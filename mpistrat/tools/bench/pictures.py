@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +12,6 @@ import numpy as np
 from mpistrat.communicators.costs.model import fitted
 from mpistrat.machine.private_files import private
 from mpistrat.tools.bench.rounds import medians
-
-
-def can_be_drawn() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 @contextmanager

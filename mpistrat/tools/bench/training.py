@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import hashlib
 import time
 from collections.abc import Iterator
@@ -14,23 +16,57 @@ import torch
 from mpistrat.communicators import Communicator
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpistrat.strategy import Strategy
 from mpistrat.tools.bench import examples
-from mpistrat.tools.bench.device_choice import device_named
-from mpistrat.tools.bench.errors import UsageError
+from mpistrat.tools.bench.device import Device
 from mpistrat.tools.bench.models import MODELS
-from mpistrat.tools.bench.report import Row
-from mpistrat.tools.bench.rounds import all_ranks
-from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
-from mpistrat.tools.bench.surroundings import surroundings
-from mpistrat.tools.bench.work import Step, Work, alone
+from mpistrat.tools.bench.report import Row, surroundings
+from mpistrat.tools.bench.rounds import UsageError, all_ranks
+from mpistrat.tools.bench.work import Step, Work, alone, step_of
 
+# In this many first steps a strategy tries how gradients travel fastest (`CommunicationOptions.overlap`).
+STEPS_OF_TRIALS = 20
 WARM_UP = 3  # steps before the measurement if there are no trials
 # Five steps with communication, five without, and so on: so a machine that gets slower slows both down.
 STEPS_PER_BLOCK = 5
 _Times = dict[str, list[float]]  # by a step's part, the seconds of each step
 
 
-def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module]:
+    with strategy.scope():
+        module, optimizer = work.build()
+    step = step_of(work, module, optimizer)
+    return functools.partial(strategy.run, step), module
+
+
+def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
+    """Return a training step under a new `MultiWorkerMirroredStrategy`, as `past_trials` does.
+
+    Called by: every rank.
+    Args:
+        options: communication options; None: the defaults.
+        more: further arguments of the strategy.
+    """
+    return past_trials(
+        work,
+        MultiWorkerMirroredStrategy(None, options, devices=[work.device], gradients="mean", **more),
+    )
+
+
+def past_trials(work: Work, strategy: Strategy) -> Step:
+    """Run 20 steps: in these, `strategy` tries how gradients travel fastest. Then restore the module's first weights.
+
+    Called by: every rank.   Returns: the training step.
+    """
+    step, module = with_strategy(work, strategy)
+    first = copy.deepcopy(module.state_dict())
+    for _ in range(STEPS_OF_TRIALS):
+        step()
+    module.load_state_dict(first)
+    return step
+
+
+def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
     """Train a model and measure its steps. Called by: every rank.
 
     Returns: the row of results, and the machine and software; benchmarks/README.md describes the keys. The time of each
@@ -38,7 +74,6 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     Raises: UsageError on all ranks, if arguments do not fit the job or the input.
     """
     options = arguments.communication_options or CommunicationOptions()
-    device = device_named(arguments.device)
     strategy = MultiWorkerMirroredStrategy(None, options, devices=[device.name], gradients="mean")
     communicator = strategy.extended.communicator
     work = work_of(arguments.model, arguments.batch_size, device.name)
