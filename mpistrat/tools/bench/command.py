@@ -14,7 +14,7 @@ from mpistrat.tools.bench.command_line import parser
 from mpistrat.tools.bench.device_choice import device_named
 from mpistrat.tools.bench.operations import OPERATIONS
 from mpistrat.tools.bench.report import Report, Row, surroundings, table_report
-from mpistrat.tools.bench.rounds import CannotTakePart, UsageError, all_ranks, medians
+from mpistrat.tools.bench.rounds import CannotTakePart, Results, UsageError, all_ranks, medians
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "mpistrat-bench") -> int:
@@ -108,7 +108,7 @@ def _train(arguments: argparse.Namespace) -> Report:
 def _input(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import input_pipelines
 
-    samples: dict[str, list[float]] = {}
+    samples: Results = {}
     if arguments.what == "overhead":
         rows = input_pipelines.overhead(arguments.rounds)
         for row in rows:

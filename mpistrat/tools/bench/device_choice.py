@@ -28,7 +28,8 @@ def device_named(wanted: str) -> Device:
     try:
         if wanted != "auto":
             checked = check_device(wanted)
-            devices = [checked] if ":" in wanted else None
+            if ":" in wanted:
+                devices = [checked]
     except ValueError as error:
         mistake = f"rank {all_ranks().rank}: {error}"
     if mistake := first_reason(mistake):

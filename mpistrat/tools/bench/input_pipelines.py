@@ -144,16 +144,17 @@ def overhead(num_rounds: int) -> _Rows:
     size = all_ranks().size
     whole = np.zeros((STEPS * 4 * size, 8), np.float32)
     part = np.split(whole, size)[all_ranks().rank]
-    files = np.split(whole, 4 * size)
+    batch = 4 * size
+    files = np.split(whole, batch)
     my_dataset = FileDataset(np.split(part, 4), iter, 4)
     tensors: Any = torch.from_numpy(whole)
     my_tensors: Any = torch.from_numpy(part)
     batches = np.split(part, STEPS)
     endless = Endless(batches)
     pairs: dict[str, tuple[_Batches, _Batches]] = {
-        "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, 4 * size))),
-        "BatchedDataset": (BatchedDataset(part, 4), distribute(BatchedDataset(whole, 4 * size))),
-        "FileDataset": (my_dataset, distribute(FileDataset(files, iter, 4 * size))),
+        "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, batch))),
+        "BatchedDataset": (BatchedDataset(part, 4), distribute(BatchedDataset(whole, batch))),
+        "FileDataset": (my_dataset, distribute(FileDataset(files, iter, batch))),
         "function, of a list": (batches, by_function(lambda context: batches)),
         "function, of an iterable without a length": (endless, by_function(lambda _: endless)),
     }

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat.communicators.costs.model import fitted
 from mpistrat.machine.private_files import private
-from mpistrat.tools.bench.rounds import medians
+from mpistrat.tools.bench.rounds import Results, medians
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def _words(part: str) -> str:
 def over_sizes(
     what: str,
     nbytes: Sequence[int],
-    times: Mapping[str, Sequence[float]],
+    times: Results,
     limit: Sequence[float],
     path: str,
     taken_on: str,
@@ -69,9 +69,7 @@ def over_sizes(
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center")
 
 
-def side_by_side(
-    what: str, unit: str, samples: Mapping[str, Sequence[float]], path: str, taken_on: str
-) -> None:
+def side_by_side(what: str, unit: str, samples: Results, path: str, taken_on: str) -> None:
     """Draw the median of each contestant as a bar, and its samples as points, into the file `path`.
 
     Args:

@@ -65,18 +65,18 @@ def check(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int) ->
     if --ranks-per-node is more than `ranks_per_node`, the fewest ranks on a node of this run; or if --nodes asks for
     several nodes, this run is on one, and the command line describes no network.
     """
-    if (arguments.alpha_us is None) != (arguments.gbit is None):
+    alpha_us = arguments.alpha_us
+    gbit = arguments.gbit
+    if (alpha_us is None) != (gbit is None):
         raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
-    if arguments.gbit is not None and not (arguments.gbit > 0 and arguments.alpha_us >= 0):
-        raise UsageError(
-            f"--alpha-us must be >= 0 and --gbit > 0, got {arguments.alpha_us} and {arguments.gbit}"
-        )
+    if gbit is not None and not (gbit > 0 and alpha_us >= 0):
+        raise UsageError(f"--alpha-us must be >= 0 and --gbit > 0, got {alpha_us} and {gbit}")
     if (wanted := arguments.ranks_per_node or 0) > ranks_per_node:
         raise UsageError(
             f"--ranks-per-node {wanted}: this run has {ranks_per_node} ranks on a node, and cannot measure how "
             f"{wanted} ranks share a node's memory; start {wanted} on each node"
         )
-    if max(arguments.nodes) > 1 and num_nodes == 1 and arguments.gbit is None:
+    if max(arguments.nodes) > 1 and num_nodes == 1 and gbit is None:
         raise UsageError(
             "this run is on one node, and measures no network: give one by --alpha-us and --gbit, ask for "
             "--nodes 1, or start ranks on several nodes"

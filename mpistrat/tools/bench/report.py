@@ -27,6 +27,7 @@ from mpistrat.tools.doctor.software import version_of
 SCHEMA = 1
 SAMPLES = "samples"  # this column is in the file only
 
+Draw = Callable[[str, str], None]
 Row = dict[str, Any]  # a result or a machine, by the keys of the JSON file
 
 
@@ -49,7 +50,7 @@ class Report:
     rows: Sequence[Row]
     lines: Sequence[str]
     more: Row = field(default_factory=dict)
-    draw: Callable[[str, str], None] | None = None
+    draw: Draw | None = None
     wrong: bool = False
 
     def publish(self, path: str | None = None, picture: str | None = None) -> None:
@@ -81,7 +82,7 @@ def table_report(
     rows: Sequence[Row],
     where: Row,
     left_out: Mapping[str, str] = {},
-    draw: Callable[[str, str], None] | None = None,
+    draw: Draw | None = None,
 ) -> Report:
     """Return a report that shows `rows` as a table. It is `wrong` if the "wrong" of any row is true or over 0.
 

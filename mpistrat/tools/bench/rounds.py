@@ -6,7 +6,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpistrat.cluster_resolver import MPIClusterResolver
@@ -16,7 +16,9 @@ from mpistrat.communicators.of_resolver import communicator_of
 
 _Call = Callable[[], object]
 Contestants = dict[str, Callable[[], Any]]
-_Results = dict[str, list[float]]  # by name, the result of each round
+Results = dict[
+    str, list[float]
+]  # by name, such as a contestant's, the result of each round or step
 
 ROUNDS = 9
 # How long a turn (the calls of one contestant in a round) lasts if the number of its calls is not given
@@ -93,9 +95,9 @@ def seconds_of(
     return max(communicator.all_gather_object(time.perf_counter() - started)) / calls
 
 
-def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> _Results:
+def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> Results:
     """Call each function of `turns` once in each round, one after the other. Returns: by name, the results in order."""
-    rounds: _Results = {name: [] for name in turns}
+    rounds: Results = {name: [] for name in turns}
     for _ in range(num_rounds):
         for name, turn in turns.items():
             rounds[name].append(turn())
@@ -107,7 +109,7 @@ def compare(
     repeat: int | None = None,
     num_rounds: int = ROUNDS,
     wait: Callable[[], None] = _of_host,
-) -> _Results:
+) -> Results:
     """Time the contestants: in each of `num_rounds` rounds, each contestant is called `repeat` times in a row.
 
     Called by: every rank. A few calls before the first round are not timed.
@@ -132,6 +134,6 @@ def compare(
     return take_turns(turns, num_rounds)
 
 
-def medians(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def medians(rounds: Results) -> dict[str, float]:
     """Return for each contestant the median of its rounds, in the unit of `rounds`."""
     return {name: statistics.median(times) for name, times in rounds.items()}

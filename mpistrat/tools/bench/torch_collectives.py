@@ -99,8 +99,10 @@ class AllToAll(TorchCollective):
         dist.all_to_all(self.received_parts, self.sent_parts, group=self.group)
 
     def expected(self) -> np.ndarray:
-        operands = [self.operand(rank, self.count) for rank in range(self.communicator.size)]
-        return np.concatenate([operand.reshape(-1, self.part)[self.rank] for operand in operands])
+        shape = (-1, self.part)
+        ranks = range(self.communicator.size)
+        parts = [self.operand(rank, self.count).reshape(shape)[self.rank] for rank in ranks]
+        return np.concatenate(parts)
 
 
 class AllToAllSingle(AllToAll):

@@ -21,7 +21,7 @@ from mpistrat.tools.bench import examples
 from mpistrat.tools.bench.device import Device
 from mpistrat.tools.bench.models import MODELS
 from mpistrat.tools.bench.report import Row, surroundings
-from mpistrat.tools.bench.rounds import UsageError, all_ranks
+from mpistrat.tools.bench.rounds import Results, UsageError, all_ranks
 from mpistrat.tools.bench.work import Step, Work, alone, step_of
 
 # In this many first steps a strategy tries how gradients travel fastest (`CommunicationOptions.overlap`).
@@ -29,7 +29,6 @@ STEPS_OF_TRIALS = 20
 WARM_UP = 3  # steps before the measurement if there are no trials
 # Five steps with communication, five without, and so on: so a machine that gets slower slows both down.
 STEPS_PER_BLOCK = 5
-_Times = dict[str, list[float]]  # by a step's part, the seconds of each step
 
 
 def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module]:
@@ -89,9 +88,10 @@ def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
     # A step takes as long as the slowest rank's step.
     slowest = dict(zip(times, of_ranks.max(axis=0), strict=True))
     p50 = {part: float(np.median(values)) for part, values in slowest.items()}
+    step_ms = p50["step"]
     place = list(times).index("compute")
     compute = np.median(of_ranks[:, place], axis=1)
-    efficiency, refused = efficiency_of(p50["compute"], p50["step"], where)
+    efficiency, refused = efficiency_of(p50["compute"], step_ms, where)
     row = {
         "model": arguments.model,
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -102,13 +102,13 @@ def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
         "communication_options": _what_is_set(options),
         "ways": strategy.extended.explain().split("\n"),
         "steps": arguments.steps,
-        "step_ms": p50["step"],
+        "step_ms": step_ms,
         "step_ms_p99": float(np.percentile(slowest["step"], 99)),
         "input_ms": p50["input"],
         "compute_ms": p50["compute"],
-        "exposed_communication_ms": p50["step"] - p50["input"] - p50["compute"],
-        "samples_per_s": batch_size / p50["step"] * 1e3,
-        "samples_per_s_per_rank": each / p50["step"] * 1e3,
+        "exposed_communication_ms": step_ms - p50["input"] - p50["compute"],
+        "samples_per_s": batch_size / step_ms * 1e3,
+        "samples_per_s_per_rank": each / step_ms * 1e3,
         "efficiency": efficiency,
         "efficiency_refused": refused,
         "slowest_rank": int(compute.argmax()),
@@ -149,7 +149,7 @@ def _measure(
     batches: Iterator[examples.Batch] | None,
     step: Step,
     steps: int,
-) -> tuple[_Times, list[float]]:
+) -> tuple[Results, list[float]]:
     """Run `steps` steps with communication, and as many without. The steps before the measurement are not timed.
 
     Args:
@@ -158,7 +158,7 @@ def _measure(
     Returns: this rank's seconds of each step: "step" (whole, with its "input"), "input" (reading the batch) and
         "compute" (a step without communication); and all its losses, of the untimed steps, too.
     """
-    times: _Times = {"step": [], "input": [], "compute": []}
+    times: Results = {"step": [], "input": [], "compute": []}
     losses: list[float] = []
     plain = alone(work)
 
