@@ -128,8 +128,9 @@ def _follow(comm: MPI.Intracomm, other: int, data: np.ndarray) -> None:
         comm.Recv(size, other)
         if not size[0]:
             return
-        comm.Recv(data[: size[0]], other)
-        comm.Send(data[: size[0]], other)
+        message = data[: size[0]]
+        comm.Recv(message, other)
+        comm.Send(message, other)
 
 
 def check(job: Job) -> Findings:

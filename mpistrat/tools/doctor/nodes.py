@@ -116,23 +116,24 @@ def check(job: Job) -> Findings:
 
 
 def _clocks(job: Job) -> Findings:
-    if not job.clocks:
+    clocks = job.clocks
+    if not clocks:
         return
     names = list(job.nodes())
-    most = max(abs(clock.ahead) for clock in job.clocks)
-    wrong = [clock for clock in job.clocks if abs(clock.ahead) - clock.error >= CLOCKS_DIFFER]
+    most = max(abs(clock.ahead) for clock in clocks)
+    wrong = [clock for clock in clocks if abs(clock.ahead) - clock.error >= CLOCKS_DIFFER]
     if not wrong:
         yield ok(
             f"Clocks of {count(len(names), 'node')} differ by {most * 1e3:.3f} ms at most "
-            f"(give or take {max(clock.error for clock in job.clocks) * 1e3:.3f} ms)."
+            f"(give or take {max(clock.error for clock in clocks) * 1e3:.3f} ms)."
         )
-    elif len(job.clocks) == 1:  # with two nodes, nothing tells whose clock is wrong
+    elif len(clocks) == 1:  # with two nodes, nothing tells whose clock is wrong
         yield _bad_clock(most)(
             f"The clocks of {names[0]} and {names[1]} are {most:.1f} s apart: {MISLEAD}.",
             "have the administrators look at chronyd on both (chronyc tracking tells which is wrong)",
             _APART,
         )
-    elif len(wrong) > len(job.clocks) / 2:  # then node 0's clock is wrong
+    elif len(wrong) > len(clocks) / 2:  # then node 0's clock is wrong
         median = sorted(clock.ahead for clock in wrong)[len(wrong) // 2]
         yield _wrong_clock(names[0], -median, "the others")
     else:

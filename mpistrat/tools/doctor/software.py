@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import sys
+from pathlib import Path
 
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.facts import Job, Ranks, Software, grouped
@@ -24,7 +24,7 @@ def look() -> Software:
         python=platform.python_version(),
         executable=sys.executable,
         mpistrat=version_of("mpistrat") or "of a checkout",
-        folder=os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")),
+        folder=str(Path(__file__).parents[2]),
         **{package: version_of(package) for package in ("mpi4py", "numpy", "torch", "torch_xla")},
     )
 
