@@ -17,6 +17,7 @@ Sources: `communicators/costs/model.py`.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -150,7 +151,7 @@ def predictions(arguments: argparse.Namespace) -> tuple[CostModel, list[Row], Ro
     sizes = sizes_of(arguments)
     communicator = all_ranks()
     topology = MPIClusterResolver().topology()
-    fewest = min(topology.node_of_rank.count(node) for node in range(topology.num_nodes))
+    fewest = min(collections.Counter(topology.node_of_rank).values())
     check(arguments, fewest, topology.num_nodes)
     per_node = arguments.ranks_per_node or fewest
     model = _model(communicator, topology, per_node, sizes, arguments)

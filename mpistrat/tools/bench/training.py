@@ -95,7 +95,7 @@ def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
     row = {
         "model": arguments.model,
         "parameters": sum(p.numel() for p in module.parameters()),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
+        "gradient_bytes": sum(p.nbytes for p in module.parameters()),
         "batch_size": batch_size,
         "examples_per_rank": each,
         "input": arguments.input,

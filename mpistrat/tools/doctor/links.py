@@ -170,7 +170,9 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
     left = len(ordered) - 1
     low = (left - 1) // 2
     high = left // 2
-    return sum(ordered[position + (position >= index)] for position in (low, high)) / 2
+    low += low >= index
+    high += high >= index
+    return (ordered[low] + ordered[high]) / 2
 
 
 def _named(slow: _Rates, rates: _Rates, names: Sequence[str]) -> Findings:

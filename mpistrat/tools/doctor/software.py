@@ -25,7 +25,10 @@ def look() -> Software:
         executable=sys.executable,
         mpistrat=version_of("mpistrat") or "of a checkout",
         folder=str(Path(__file__).parents[2]),
-        **{package: version_of(package) for package in ("mpi4py", "numpy", "torch", "torch_xla")},
+        mpi4py=version_of("mpi4py"),
+        numpy=version_of("numpy"),
+        torch=version_of("torch"),
+        torch_xla=version_of("torch_xla"),
     )
 
 
