@@ -18,15 +18,13 @@ import torch
 from program import program, report
 
 import mpistrat as ms
-from mpistrat.tools.bench.models import model_named
-from mpistrat.tools.bench.models.mlp import mlp
-from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.models import MODELS, Model, mlp
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
+from mpistrat.tools.bench.training import STEPS_OF_TRIALS, with_strategy
 from mpistrat.tools.bench.work import Step, Work
 
 SMALL = Model(functools.partial(mlp, 16, 1), (1, 4, 4), examples_per_rank=8, classes=10)
-MODELS = ("small", "mlp", "mlp-large")
+NAMES = ("small", "mlp", "mlp-large")
 ROUNDS = 31
 NEITHER = "neither"
 
@@ -59,7 +57,7 @@ def contestants(work: Work, directory: Path) -> dict[str, Step]:
 
 def steps(name: str, directory: Path, num_rounds: int) -> list[dict[str, Any]]:
     """A row for each contestant: its median round, and the median of how much longer it took than `NEITHER`'s turn."""
-    model = SMALL if name == "small" else model_named(name)
+    model = SMALL if name == "small" else MODELS[name]
     work = Work(model, model.examples_per_rank, all_ranks().rank)
     rounds = compare(contestants(work, directory), num_rounds=num_rounds)
     return [
@@ -80,7 +78,7 @@ def steps(name: str, directory: Path, num_rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = program(__doc__, ROUNDS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     arguments = parser.parse_args()
     communicator = all_ranks()
     with tempfile.TemporaryDirectory(prefix="mpistrat-checkpoints-") as own:

@@ -17,11 +17,10 @@ from host_times import host_ms
 from program import program, report
 
 from mpistrat.tools.bench.device_choice import device_named
-from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.models import Model
 from mpistrat.tools.bench.peers import torch_distributed
-from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.strategy_steps import with_mpistrat
+from mpistrat.tools.bench.rounds import CannotTakePart, all_ranks, compare, medians
+from mpistrat.tools.bench.training import with_mpistrat
 from mpistrat.tools.bench.work import Step, Work, alone
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from mpistrat.pytorch import hooks
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench.rounds import all_ranks
-from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS
+from mpistrat.tools.bench.training import STEPS_OF_TRIALS
 from mpistrat.tools.bench.work import Work
 
 # What is in none of the others: of a step with mpistrat, `strategy.run` itself.

@@ -22,8 +22,7 @@ from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.records.record import RankRecord, text_of
 from mpistrat.tools.bench.comparison import ALONE, compare_training, training_contestants
-from mpistrat.tools.bench.models.mlp import mlp
-from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.models import Model, mlp
 from mpistrat.tools.bench.rounds import compare, medians
 from mpistrat.tools.bench.work import Work
 from mpistrat.trace.timeline import Timeline, host_clock

@@ -25,9 +25,8 @@ from program import program
 from tensorflow_parameter_server import ROWS, TOUCHED, WIDTH, Work, seconds_of
 
 import mpistrat as ms
-from mpistrat.tools.bench.report import table_report
+from mpistrat.tools.bench.report import surroundings, table_report
 from mpistrat.tools.bench.rounds import SECONDS_PER_TURN, all_ranks, medians, take_turns
-from mpistrat.tools.bench.surroundings import surroundings
 
 OURS, PEER, COPY = "mpistrat", "TensorFlow", "copy"
 SECONDS_PER_ANSWER = 60.0

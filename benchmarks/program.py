@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from mpistrat.tools.bench.command_line import at_least
 from mpistrat.tools.bench.device import HOST, Device
-from mpistrat.tools.bench.report import Row, table_report
+from mpistrat.tools.bench.report import Row, surroundings, table_report
 from mpistrat.tools.bench.rounds import ROUNDS, all_ranks
-from mpistrat.tools.bench.surroundings import surroundings
 
 
 def program(description: str | None, rounds: int = ROUNDS) -> argparse.ArgumentParser:

@@ -22,9 +22,8 @@ from mpi4py import MPI
 from program import program
 
 import mpistrat as ms
-from mpistrat.tools.bench.report import table_report
+from mpistrat.tools.bench.report import surroundings, table_report
 from mpistrat.tools.bench.rounds import all_ranks, medians
-from mpistrat.tools.bench.surroundings import surroundings
 
 FAST, SLOW = 0, 1  # ranks, which are workers of these numbers
 COMPUTE_SECONDS = 0.005

@@ -24,10 +24,9 @@ from torch_xla.debug import metrics
 import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.cross_device_ops.packing import Packer
-from mpistrat.tools.bench.models.mlp import mlp
-from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.models import Model, mlp
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.strategy_steps import with_strategy
+from mpistrat.tools.bench.training import with_strategy
 from mpistrat.tools.bench.work import Step, Work, alone
 from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 

@@ -14,8 +14,7 @@ from program import program, report
 
 from mpistrat.strategies import CentralStorageStrategy
 from mpistrat.tools.bench.comparison import compare_training, training_contestants
-from mpistrat.tools.bench.strategy_steps import past_trials, with_mpistrat
-from mpistrat.tools.bench.training import work_of
+from mpistrat.tools.bench.training import past_trials, with_mpistrat, work_of
 
 MODELS = {"4.2 M": "mlp", "25 M": "mlp-large"}
 

@@ -22,6 +22,8 @@ from mpistrat.trace.clocks import Alignment, Comparison
 from mpistrat.trace.timeline import HEADER_VERSION, header_of, part_of
 
 _PART = re.compile(r"rank-(\d+)\.part")
+_Json = dict[str, Any]
+_Ranks = tuple[int, ...]
 _Collective = tuple[str, int]  # the communicator's name, and the number of the call
 _LastToEnter = dict[_Collective, tuple[int, int, int]]  # see `_last_to_enter`
 _Conversion = Callable[[int], int]  # converts a clock's times into another clock's times, in ns
@@ -46,11 +48,11 @@ class Merged:
     """
 
     path: str
-    ranks: tuple[int, ...]
+    ranks: _Ranks
     events: int
-    missing: tuple[int, ...]
-    unfinished: tuple[int, ...]
-    unaligned: tuple[int, ...]
+    missing: _Ranks
+    unfinished: _Ranks
+    unaligned: _Ranks
 
     @property
     def is_complete(self) -> bool:
@@ -170,7 +172,7 @@ def _ranks_in(folder: str) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def _ranks(ranks: _Ranks) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -182,9 +184,9 @@ _WAIT = '"name":"wait for the others","cat":"waiting"'
 _MOVE = '"name":"move bytes","cat":"moving"'
 
 
-def _valid_header(path: str, rank: int) -> dict[str, Any] | None:
+def _valid_header(path: str, rank: int) -> _Json | None:
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        header: dict[str, Any] = json.loads(header_of(path))
+        header: _Json = json.loads(header_of(path))
         if header["trace"] == HEADER_VERSION and header["rank"] == rank:
             return header
     return None
@@ -199,7 +201,7 @@ class _EventKind:
         text: name, category and details as JSON, without the brace that ends "args": a collective adds details.
     """
 
-    def __init__(self, name: str, category: str, details: dict[str, Any]) -> None:
+    def __init__(self, name: str, category: str, details: _Json) -> None:
         self.is_collective = category == "collective"
         self.communicator: str = details.get("communicator", "")
         self.ranks: int = details.get("ranks", 0)
@@ -219,7 +221,7 @@ class _RankTrace:
         comparisons: pairs (the other clock's name, a comparison of this part's clock with it).
     """
 
-    def __init__(self, path: str, header: dict[str, Any]) -> None:
+    def __init__(self, path: str, header: _Json) -> None:
         self.path = path
         self.rank = header["rank"]
         self.size = header["ranks"]

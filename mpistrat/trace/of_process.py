@@ -50,18 +50,19 @@ def merge_parts(timeline: Timeline) -> None:
 
     It removes the parts if the merged trace is complete. Called by: rank 0, when all ranks have closed their parts.
     """
+    folder = timeline.folder
     try:
-        nbytes = merging.size_of_parts(timeline.folder)
+        nbytes = merging.size_of_parts(folder)
         if nbytes > MOST_BYTES_AT_EXIT:
             text = (
                 f"the trace is large: {nbytes / 1e6:.0f} MB of parts. To make one file of them: "
-                f"mpistrat trace {timeline.folder}"
+                f"mpistrat trace {folder}"
             )
         else:
-            merged = merging.merge(timeline.folder)
+            merged = merging.merge(folder)
             if merged.is_complete:
-                merging.remove_parts(timeline.folder)
+                merging.remove_parts(folder)
             text = merged.describe()
         tell(text, "INFO")
     except OSError as error:
-        tell(f"the trace could not be written: {error}. Its parts are in {timeline.folder}")
+        tell(f"the trace could not be written: {error}. Its parts are in {folder}")

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from mpistrat.pytorch import hooks
-from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.models import Model
 from mpistrat.tools.bench.work import Work
 
 WORLD = MPI.COMM_WORLD

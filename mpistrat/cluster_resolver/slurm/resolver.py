@@ -34,6 +34,8 @@ COMPONENT_NODES = "SLURM_JOB_NODELIST_HET_GROUP_{}"  # "n[9-11]", for each compo
 GPUS_PER_TASK = "SLURM_GPUS_PER_TASK"  # "1", "a100:2": Slurm has bound each task to its GPUs
 GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"  # "4": GPUs of the step on this node; a task that sees fewer has been bound to them
 
+_Tasks = list[tuple[str, int]]  # (host, number of tasks) of some of the step's nodes
+
 
 class SlurmClusterResolver(ClusterResolver):
     """Finds the tasks of this Slurm step (of one srun), from the variables that srun sets.
@@ -93,7 +95,7 @@ class SlurmClusterResolver(ClusterResolver):
         self._rank = self._number(RANK)
         self._jobs = _counts("jobs", {"worker": self._number(NUM_TASKS)} if jobs is None else jobs)
         self._port_base = port_base
-        self._places = self._place(tasks_per_node)
+        self._places = self._place(self._tasks_of_nodes(tasks_per_node))
         self._check_own_place()
         self._auto_set_gpu = auto_set_gpu
         asked = None in (gpus_per_node, gpus_per_task) or VISIBLE_DEVICES in self._environ
@@ -145,8 +147,7 @@ class SlurmClusterResolver(ClusterResolver):
         hosts = [place.host for place in self._places]
         return Topology.from_hosts(self._rank, hosts, self.launcher)
 
-    def _place(self, tasks_per_node: int | str | Mapping[str, int] | None) -> list[TaskPlacement]:
-        tasks = self._tasks_of_nodes(tasks_per_node)
+    def _place(self, tasks: _Tasks) -> list[TaskPlacement]:
         total = sum(count for _, count in tasks)
         wanted = sum(self._jobs.values())
         if wanted != total:
@@ -166,7 +167,7 @@ class SlurmClusterResolver(ClusterResolver):
             nodes += len(component)
         return places
 
-    def _components(self, tasks: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+    def _components(self, tasks: _Tasks) -> list[_Tasks]:
         """Split the step's nodes into the components of a heterogeneous job, and return the components in order.
 
         Slurm numbers the tasks of component 0 first. The step's node list is sorted over all components, so it does not
@@ -180,18 +181,16 @@ class SlurmClusterResolver(ClusterResolver):
             return [tasks]
         hosts = hosts_of_components(self._environ)
         components = [[task for task in tasks if task[0] in listed] for listed in hosts]
-        if sum(map(len, components)) != len(tasks):
-            names = map(COMPONENT_NODES.format, range(len(hosts)))
+        if sum(len(component) for component in components) != len(tasks):
+            names = [COMPONENT_NODES.format(number) for number in range(len(hosts))]
             raise TopologyError(
                 f"this step may be one of several components ({self._shown(COMPONENTS, NODE_LIST, *names)}), and "
                 f"which nodes belong to which is not told: submit the job with sbatch or salloc, which set "
                 f"{COMPONENT_NODES.format(0)} and so on; or let MPIClusterResolver ask MPI"
             )
-        return list(filter(None, components))
+        return [component for component in components if component]
 
-    def _tasks_of_nodes(
-        self, tasks_per_node: int | str | Mapping[str, int] | None
-    ) -> list[tuple[str, int]]:
+    def _tasks_of_nodes(self, tasks_per_node: int | str | Mapping[str, int] | None) -> _Tasks:
         hosts = _hosts_in(self._environ, NODE_LIST)
         if isinstance(tasks_per_node, Mapping):
             counts = _counts("tasks_per_node", tasks_per_node)
@@ -253,7 +252,7 @@ class SlurmClusterResolver(ClusterResolver):
         last = first + self._gpus_per_task
         # Use the GPU ids that Slurm made visible, because without cgroups a job may have the GPUs 2 and 3.
         known = len(self._visible) >= last
-        return list(self._visible[first:last]) if known else list(map(str, range(first, last)))
+        return list(self._visible[first:last]) if known else [str(i) for i in range(first, last)]
 
     def _variable(self, name: str, default: str | None = None) -> str:
         text = self._environ.get(name, default)
@@ -281,8 +280,10 @@ def hosts_of_components(environ: Environment = os.environ) -> list[list[str]]:
     Returns: [] outside such a job, and if Slurm has not set the components' node lists.
     Raises: TopologyError if a node list cannot be read.
     """
-    names = map(COMPONENT_NODES.format, itertools.count())
-    return [_hosts_in(environ, name) for name in itertools.takewhile(environ.__contains__, names)]
+    hosts: list[list[str]] = []
+    while (name := COMPONENT_NODES.format(len(hosts))) in environ:
+        hosts.append(_hosts_in(environ, name))
+    return hosts
 
 
 def own_component(environ: Environment = os.environ) -> int | None:
@@ -377,7 +378,8 @@ def _nodes_of_tasks(
                 f"SLURM_ARBITRARY_NODELIST has the tasks on {list(host_of_task)!r:.200}, but the step's nodes have "
                 f"{list(tasks_of_nodes)!r:.200}"
             )
-        return list(map([host for host, _ in tasks_of_nodes].index, host_of_task))
+        hosts = [host for host, _ in tasks_of_nodes]
+        return [hosts.index(host) for host in host_of_task]
     raise TopologyError(
         f"the task distribution {distribution!r:.80} (SLURM_DISTRIBUTION) does not say which task runs where (known: "
         f"block, cyclic, plane with SLURM_DIST_PLANESIZE, and arbitrary with SLURM_ARBITRARY_NODELIST); "

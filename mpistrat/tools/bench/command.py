@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,11 +12,9 @@ from functools import partial
 from mpistrat.tools.bench import pictures, sweep
 from mpistrat.tools.bench.command_line import parser
 from mpistrat.tools.bench.device_choice import device_named
-from mpistrat.tools.bench.errors import CannotTakePart, UsageError
 from mpistrat.tools.bench.operations import OPERATIONS
-from mpistrat.tools.bench.report import Report, table_report
-from mpistrat.tools.bench.rounds import all_ranks, medians
-from mpistrat.tools.bench.surroundings import surroundings
+from mpistrat.tools.bench.report import Report, Row, surroundings, table_report
+from mpistrat.tools.bench.rounds import CannotTakePart, Results, UsageError, all_ranks, medians
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "mpistrat-bench") -> int:
@@ -33,7 +32,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "mpistrat-bench") -> int
         top.error(f"--minbytes {arguments.minbytes} is more than --maxbytes {arguments.maxbytes}")
     picture = getattr(arguments, "plot", None)
     try:
-        if picture and not all_ranks().broadcast_object(pictures.can_be_drawn()):
+        matplotlib = importlib.util.find_spec("matplotlib")
+        if picture and not all_ranks().broadcast_object(matplotlib is not None):
             raise UsageError("--plot needs matplotlib: pip install matplotlib")
         report = _RUN[arguments.run](arguments)
         if all_ranks().rank == 0:
@@ -57,7 +57,7 @@ def _sweep(arguments: argparse.Namespace) -> Report:
     device = device_named(arguments.device)
     if arguments.window and not device.is_host:
         raise UsageError("--window is memory of the host, which ranks share: give --device cpu")
-    rows: list[sweep.Row] = []
+    rows: list[Row] = []
 
     def show(line: str) -> None:
         if communicator.rank == 0:
@@ -77,24 +77,24 @@ def _sweep(arguments: argparse.Namespace) -> Report:
         rows.append(row)
         show(sweep.line(row))
     where = surroundings(communicator, device)
-    times = {"median": [row.p50 for row in rows]}
-    limit = [row.limit for row in rows]
-    draw = partial(pictures.over_sizes, name, [row.bytes for row in rows], times, limit)
+    times = {"median": [row["p50"] for row in rows]}
+    limit = [row["limit"] for row in rows]
+    draw = partial(pictures.over_sizes, name, [row["bytes"] for row in rows], times, limit)
     return Report(
         "sweep",
         where,
-        [asdict(row) for row in rows],
+        rows,
         sweep.footer(rows, where),
         {"operation": name, "in_window": arguments.window},
         draw,
-        any(row.wrong for row in rows),
+        any(row["wrong"] for row in rows),
     )
 
 
 def _train(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import training
 
-    row, where = training.train(arguments)
+    row, where = training.train(arguments, device_named(arguments.device))
     return Report(
         "training",
         where,
@@ -108,7 +108,7 @@ def _train(arguments: argparse.Namespace) -> Report:
 def _input(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import input_pipelines
 
-    samples: dict[str, list[float]] = {}
+    samples: Results = {}
     if arguments.what == "overhead":
         rows = input_pipelines.overhead(arguments.rounds)
         for row in rows:
@@ -127,7 +127,7 @@ def _plan(arguments: argparse.Namespace) -> Report:
 
     model, rows, where = plan.predictions(arguments)
     lines = plan.table(model, rows, where)
-    return Report("plan", where, [asdict(row) for row in rows], lines, {"model": asdict(model)})
+    return Report("plan", where, rows, lines, {"model": asdict(model)})
 
 
 def _compare_train(arguments: argparse.Namespace) -> Report:

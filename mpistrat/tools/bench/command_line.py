@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat.options import CommunicationOptions
-from mpistrat.tools.bench.models import MODELS
 from mpistrat.tools.bench.operations import OPERATIONS
 from mpistrat.tools.bench.rounds import ROUNDS
 
@@ -76,6 +75,8 @@ def communication_options(text: str) -> CommunicationOptions:
         raise ArgumentTypeError(str(error)) from None
 
 
+# The names of `models.MODELS` and of `torch_collectives.CALLS`, which load torch
+MODEL_NAMES = ("mlp", "mlp-large", "resnet50", "transformer")
 TORCH_CALLS = (
     "all_reduce",
     "broadcast",
@@ -109,7 +110,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"metavar": "FILE", "help": "write all results and samples to FILE"},
     "--plot": {"metavar": "FILE.png", "help": "draw a picture (needs matplotlib)"},
     "--rounds": {"type": _positive, "help": "measurements; the median counts (%(default)s)"},
-    "--model": {"choices": MODELS, "default": "mlp", "help": "the model to train (mlp)"},
+    "--model": {"choices": MODEL_NAMES, "default": "mlp", "help": "the model to train (mlp)"},
     "--batch-size": {
         "type": _positive,
         "metavar": "EXAMPLES",
@@ -172,7 +173,7 @@ def parser(prog: str) -> ArgumentParser:
     for name in OPERATIONS:
         sweep = commands.add_parser(
             name,
-            aliases=[name.replace("_", "")] if "_" in name else [],
+            aliases=sorted({name.replace("_", "")} - {name}),
             help=f"sweep {name} over sizes",
             description=f"{name} over a range of sizes, with nccl-tests' columns. GB are 1e9 bytes. The limit is the "
             "time in which all ranks at once copy as many bytes; results are checked.",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import math
-import operator
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,20 +14,56 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.tools.bench import peers
 from mpistrat.tools.bench.device import HOST, Device
-from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.peers import Contestants
-from mpistrat.tools.bench.rounds import all_ranks, compare, medians
+from mpistrat.tools.bench.report import Row
+from mpistrat.tools.bench.rounds import (
+    CannotTakePart,
+    Contestants,
+    all_ranks,
+    compare,
+    first_reason,
+    medians,
+)
 
-_LeftOut = dict[str, str]  # for each peer that takes no part, the reason
-Row = dict[str, Any]
+LeftOut = dict[str, str]  # for each peer that takes no part, the reason
 OURS = "mpistrat"
 ALONE = "one rank alone"
 COPY = "copy"
+# The file in `peers`, the package to import, and the peer's name in reports.
+PEERS = (
+    ("raw_mpi", "mpi4py", "raw MPI"),
+    ("torch_distributed", "torch", "torch.distributed"),
+    ("horovod", "horovod", "Horovod"),
+    ("tensorflow", "tensorflow", "TensorFlow"),
+)
 
 
-def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, _LeftOut]:
+def contestants_of_peers(what: str, *work: Any) -> tuple[Contestants, LeftOut]:
+    """Return the contestants of all peers by name, and for each peer that is left out the reason.
+
+    Called by: every rank. A peer that one rank cannot use is left out on all ranks, with the lowest such rank's reason.
+    Args: what: the function of each peer's file to call: "training_steps" or "all_reduces".   work: its arguments.
+    """
+    present: Contestants = {}
+    left_out: LeftOut = {}
+    for file, package, name in PEERS:
+        found: Contestants = {}
+        reason = first_reason("" if importlib.util.find_spec(package) else "not installed")
+        if not reason:
+            try:
+                peer = importlib.import_module(f"mpistrat.tools.bench.peers.{file}")
+                found = getattr(peer, what)(*work)
+            except (CannotTakePart, ImportError) as error:
+                reason = str(error)
+            reason = first_reason(reason)
+        if reason:
+            left_out[name] = reason
+        else:
+            present |= found
+    return present, left_out
+
+
+def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, LeftOut]:
     """Return the step functions of all contestants by name, and for each peer that is left out the reason.
 
     The contestants are one rank alone, all peers, DDP and FSDP2 on mpistrat's process group, and mpistrat. A step
@@ -38,10 +75,10 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, _
         options: communication options for mpistrat; None: the defaults.
     """
     from mpistrat.tools.bench.peers import torch_distributed
-    from mpistrat.tools.bench.strategy_steps import with_mpistrat
+    from mpistrat.tools.bench.training import with_mpistrat
     from mpistrat.tools.bench.work import alone
 
-    of_peers, left_out = peers.contestants("training_steps", work)
+    of_peers, left_out = contestants_of_peers("training_steps", work)
     contestants = {ALONE: alone(work), **of_peers}
     try:
         # On a device, mpistrat's process group also uses this backend.
@@ -89,11 +126,14 @@ def _over_own_backend(name: str, times: Mapping[str, float]) -> Row:
     wrapper, _, backend = name.partition(", ")
     if backend != OURS:
         return {}
-    peers = {peer.partition(", ")[2]: us for peer, us in times.items() if peer.startswith(wrapper)}
-    return {f"this / {peer}": times[name] / us for peer, us in peers.items() if peer != OURS}
+    return {
+        f"this / {peer.partition(', ')[2]}": times[name] / us
+        for peer, us in times.items()
+        if peer.startswith(wrapper) and peer != name
+    }
 
 
-def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contestants, _LeftOut]:
+def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contestants, LeftOut]:
     """Return the functions that sum `nbytes` bytes of float32 over the ranks, by name, and the peers left out, with
     reasons.
 
@@ -118,12 +158,15 @@ def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contesta
         in_place[:] = arrays.to_device_of(host, in_place)
         return in_place
 
-    of_peers, left_out = peers.contestants("all_reduces", values)
+    def copy() -> None:
+        other[:] = values
+
+    of_peers, left_out = contestants_of_peers("all_reduces", values)
     contestants: Contestants = {
         **of_peers,
         "ordinary": into_another,
         "ordinary, in place": functools.partial(over_itself, in_place),
-        COPY: functools.partial(operator.setitem, other, slice(None), values),
+        COPY: copy,
     }
     if not device.is_host:
         contestants["copies to the host"] = by_plain_copies
@@ -136,14 +179,14 @@ def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contesta
 
 def compare_all_reduces(
     sizes: Iterable[int], num_rounds: int, device: Device = HOST
-) -> tuple[list[Row], _LeftOut]:
+) -> tuple[list[Row], LeftOut]:
     """Compare sums over the ranks of buffers of `sizes` bytes. Called by: every rank.
 
     Returns: a row of `compare_all_reduce` for each size, and the peers that are left out at the last size, with
         reasons.
     """
     rows: list[Row] = []
-    left_out: _LeftOut = {}
+    left_out: LeftOut = {}
     for nbytes in sizes:
         contestants, left_out = all_reduce_contestants(nbytes, device)
         rows.append(compare_all_reduce(nbytes, contestants, num_rounds, device))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.tools.bench.errors import CannotTakePart
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,3 @@ class Device:
 
 
 HOST = Device()
-
-
-def check_on_host(device: object) -> None:
-    """Raise CannotTakePart unless `device` is a CPU. Called by: Horovod's and TensorFlow's steps, on every rank."""
-    if not str(device).startswith("cpu"):
-        raise CannotTakePart(f"is compared on CPUs only, not on {device}")

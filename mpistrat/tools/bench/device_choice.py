@@ -7,8 +7,7 @@ import contextlib
 from mpistrat.machine.devices import check_device
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench.device import HOST, Device
-from mpistrat.tools.bench.errors import UsageError
-from mpistrat.tools.bench.rounds import all_ranks, first_reason
+from mpistrat.tools.bench.rounds import UsageError, all_ranks, first_reason
 
 
 def device_named(wanted: str) -> Device:
@@ -29,7 +28,8 @@ def device_named(wanted: str) -> Device:
     try:
         if wanted != "auto":
             checked = check_device(wanted)
-            devices = [checked] if ":" in wanted else None
+            if ":" in wanted:
+                devices = [checked]
     except ValueError as error:
         mistake = f"rank {all_ranks().rank}: {error}"
     if mistake := first_reason(mistake):

@@ -12,9 +12,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from mpistrat.strategy import Strategy
-from mpistrat.tools.bench.errors import UsageError
-from mpistrat.tools.bench.models.model import Model
-from mpistrat.tools.bench.rounds import first_reason
+from mpistrat.tools.bench.models import Model
+from mpistrat.tools.bench.rounds import UsageError, first_reason
 
 SYNTHETIC = "synthetic"
 DIGITS = "digits"

@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from mpistrat.input import BatchedDataset, FileDataset
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpistrat.tools.bench.report import Row
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
+_Batches = Iterable[Any]
 _Epoch = Callable[[], object]  # reads an epoch
-_Rows = list[dict[str, Any]]
+_Rows = list[Row]
 
 IMAGE = (3, 32, 32)
 BATCH = 64  # examples per rank and step
@@ -48,7 +50,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         return torch.from_numpy(image.reshape(IMAGE)), index % 10
 
 
-def through(batches: Iterable[Any]) -> _Epoch:
+def through(batches: _Batches) -> _Epoch:
     """Return a function that iterates once over `batches` and drops each batch."""
     return functools.partial(collections.deque, batches, maxlen=0)
 
@@ -122,7 +124,7 @@ def _by_worker(path: str) -> dict[str, _Epoch]:
 class Endless:
     """An iterable over batches that has no length."""
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: _Batches) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,16 +144,17 @@ def overhead(num_rounds: int) -> _Rows:
     size = all_ranks().size
     whole = np.zeros((STEPS * 4 * size, 8), np.float32)
     part = np.split(whole, size)[all_ranks().rank]
-    files = np.split(whole, 4 * size)
+    batch = 4 * size
+    files = np.split(whole, batch)
     my_dataset = FileDataset(np.split(part, 4), iter, 4)
     tensors: Any = torch.from_numpy(whole)
     my_tensors: Any = torch.from_numpy(part)
     batches = np.split(part, STEPS)
     endless = Endless(batches)
-    pairs: dict[str, tuple[Iterable[Any], Iterable[Any]]] = {
-        "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, 4 * size))),
-        "BatchedDataset": (BatchedDataset(part, 4), distribute(BatchedDataset(whole, 4 * size))),
-        "FileDataset": (my_dataset, distribute(FileDataset(files, iter, 4 * size))),
+    pairs: dict[str, tuple[_Batches, _Batches]] = {
+        "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, batch))),
+        "BatchedDataset": (BatchedDataset(part, 4), distribute(BatchedDataset(whole, batch))),
+        "FileDataset": (my_dataset, distribute(FileDataset(files, iter, batch))),
         "function, of a list": (batches, by_function(lambda context: batches)),
         "function, of an iterable without a length": (endless, by_function(lambda _: endless)),
     }
@@ -160,13 +163,15 @@ def overhead(num_rounds: int) -> _Rows:
         assert len(list(distributed)) == len(list(alone)) == STEPS
         contestants = {"alone": through(alone), "distributed": through(distributed)}
         rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
-        us = {which: median / STEPS for which, median in medians(rounds).items()}
+        times = medians(rounds)
+        us_alone = times["alone"] / STEPS
+        us_distributed = times["distributed"] / STEPS
         rows.append(
             {
                 "a step of": name,
-                "alone us": us["alone"],
-                "distributed us": us["distributed"],
-                "difference us": us["distributed"] - us["alone"],
+                "alone us": us_alone,
+                "distributed us": us_distributed,
+                "difference us": us_distributed - us_alone,
                 "limit us": 30.0,
                 "samples": rounds,
             }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +11,7 @@ import numpy as np
 
 from mpistrat.communicators.costs.model import fitted
 from mpistrat.machine.private_files import private
-from mpistrat.tools.bench.rounds import medians
-
-
-def can_be_drawn() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+from mpistrat.tools.bench.rounds import Results, medians
 
 
 @contextmanager
@@ -45,7 +39,7 @@ def _words(part: str) -> str:
 def over_sizes(
     what: str,
     nbytes: Sequence[int],
-    times: Mapping[str, Sequence[float]],
+    times: Results,
     limit: Sequence[float],
     path: str,
     taken_on: str,
@@ -75,9 +69,7 @@ def over_sizes(
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center")
 
 
-def side_by_side(
-    what: str, unit: str, samples: Mapping[str, Sequence[float]], path: str, taken_on: str
-) -> None:
+def side_by_side(what: str, unit: str, samples: Results, path: str, taken_on: str) -> None:
     """Draw the median of each contestant as a bar, and its samples as points, into the file `path`.
 
     Args:

@@ -17,6 +17,7 @@ Sources: `communicators/costs/model.py`.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -28,11 +29,9 @@ from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.model import Cost, fitted, fitted_in_two, link, over_nodes
 from mpistrat.options import CommunicationImplementation
 from mpistrat.tools.bench import sweep
-from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.operations import AllReduce
-from mpistrat.tools.bench.report import aligned, oversubscription
-from mpistrat.tools.bench.rounds import all_ranks
-from mpistrat.tools.bench.surroundings import surroundings
+from mpistrat.tools.bench.report import Row, aligned, oversubscription, surroundings
+from mpistrat.tools.bench.rounds import UsageError, all_ranks
 from mpistrat.topology import Topology
 
 # Bytes to fit to: smaller buffers do not go by node, and larger buffers take too much memory.
@@ -41,6 +40,7 @@ LARGEST = 1 << 26
 _FACTOR = 2
 _CALLS = 15  # for each size
 _FLOAT32 = np.dtype("float32")
+_CELLS = ("{nodes}", "{ranks}", "{bytes}", "{predicted:.1f}", "{algbw:.2f}", "{busbw:.2f}")
 _WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # the widths of the table's columns, in characters
 
 
@@ -59,28 +59,25 @@ def sizes_of(arguments: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def check_network(arguments: argparse.Namespace) -> None:
-    """Raise UsageError if only one of --alpha-us and --gbit is given, or one has an impossible value."""
-    if (arguments.alpha_us is None) != (arguments.gbit is None):
-        raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
-    if arguments.gbit is not None and not (arguments.gbit > 0 and arguments.alpha_us >= 0):
-        raise UsageError(
-            f"--alpha-us must be >= 0 and --gbit > 0, got {arguments.alpha_us} and {arguments.gbit}"
-        )
+def check(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int) -> None:
+    """Raise UsageError if the arguments contradict each other, or this run cannot give the times that the model needs.
 
-
-def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int) -> None:
-    """Raise UsageError if this run cannot give the times that the model needs.
-
-    That is so if --ranks-per-node is more than `ranks_per_node`, the fewest ranks on a node of this run; or if --nodes
-    asks for several nodes, this run is on one, and the command line describes no network.
+    The arguments do so if only one of --alpha-us and --gbit is given, or one has an impossible value. This run cannot
+    if --ranks-per-node is more than `ranks_per_node`, the fewest ranks on a node of this run; or if --nodes asks for
+    several nodes, this run is on one, and the command line describes no network.
     """
+    alpha_us = arguments.alpha_us
+    gbit = arguments.gbit
+    if (alpha_us is None) != (gbit is None):
+        raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
+    if gbit is not None and not (gbit > 0 and alpha_us >= 0):
+        raise UsageError(f"--alpha-us must be >= 0 and --gbit > 0, got {alpha_us} and {gbit}")
     if (wanted := arguments.ranks_per_node or 0) > ranks_per_node:
         raise UsageError(
             f"--ranks-per-node {wanted}: this run has {ranks_per_node} ranks on a node, and cannot measure how "
             f"{wanted} ranks share a node's memory; start {wanted} on each node"
         )
-    if max(arguments.nodes) > 1 and num_nodes == 1 and arguments.gbit is None:
+    if max(arguments.nodes) > 1 and num_nodes == 1 and gbit is None:
         raise UsageError(
             "this run is on one node, and measures no network: give one by --alpha-us and --gbit, ask for "
             "--nodes 1, or start ranks on several nodes"
@@ -145,42 +142,17 @@ def _line(cost: Cost) -> str:
     return str(cost).replace(" per byte", " S")
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """One row of the plan: an all-reduce of `bytes` bytes on `nodes` nodes with `ranks` ranks in all.
-
-    Attributes:
-        predicted: the predicted microseconds.
-        algbw, busbw: nccl-tests' bandwidths, in 1e9 bytes per second, from `predicted`.
-        measured: the median microseconds in this run; None if this run has another number of nodes or ranks, or the
-            size is over 64 MiB.
-        off: predicted / measured - 1; None without `measured`.
-    """
-
-    nodes: int
-    ranks: int
-    bytes: int
-    predicted: float
-    algbw: float
-    busbw: float
-    measured: float | None
-    off: float | None
-
-
-def predictions(
-    arguments: argparse.Namespace,
-) -> tuple[CostModel, list[Prediction], dict[str, Any]]:
+def predictions(arguments: argparse.Namespace) -> tuple[CostModel, list[Row], Row]:
     """Fit the model to times of this run and predict. Called by: every rank.
 
     Returns: the model, a prediction for each number of nodes and each size, and the machine and software of the run.
     Raises: UsageError if arguments are wrong or this run cannot give the times that the model needs.
     """
     sizes = sizes_of(arguments)
-    check_network(arguments)
     communicator = all_ranks()
     topology = MPIClusterResolver().topology()
-    fewest = min(topology.node_of_rank.count(node) for node in range(topology.num_nodes))
-    check_run(arguments, fewest, topology.num_nodes)
+    fewest = min(collections.Counter(topology.node_of_rank).values())
+    check(arguments, fewest, topology.num_nodes)
     per_node = arguments.ranks_per_node or fewest
     model = _model(communicator, topology, per_node, sizes, arguments)
     measured: dict[tuple[int, int], float] = {}
@@ -195,18 +167,28 @@ def predictions(
     return model, rows, surroundings(communicator)
 
 
-def predict(model: CostModel, nodes: int, nbytes: int, measured: float | None) -> Prediction:
+def predict(model: CostModel, nodes: int, nbytes: int, measured: float | None) -> Row:
     """Return the model's prediction for an all-reduce of `nbytes` bytes on `nodes` nodes.
 
-    Args: measured: the microseconds that this run measured for the same; None if it did not.
+    Args: measured: the microseconds that this run measured for the same; None if it did not: it has another number of
+        nodes or ranks, or the size is over 64 MiB.
+    Returns: the row of the plan. "predicted" is in microseconds; "algbw" and "busbw" are nccl-tests' bandwidths, in 1e9
+        bytes per second, from "predicted"; "off" is predicted / measured - 1, and None without `measured`.
     Raises: ValueError for several nodes, if the model knows no network.
     """
     predicted = model.seconds(nbytes, nodes) * 1e6
     ranks = nodes * model.ranks_per_node
     algbw = nbytes / predicted / 1e3 if predicted else 0.0
-    off = predicted / measured - 1 if measured else None
-    busbw = algbw * AllReduce.bus_factor(ranks)
-    return Prediction(nodes, ranks, nbytes, predicted, algbw, busbw, measured, off)
+    return {
+        "nodes": nodes,
+        "ranks": ranks,
+        "bytes": nbytes,
+        "predicted": predicted,
+        "algbw": algbw,
+        "busbw": algbw * AllReduce.bus_factor(ranks),
+        "measured": measured,
+        "off": predicted / measured - 1 if measured else None,
+    }
 
 
 def _model(
@@ -250,13 +232,12 @@ def _model(
     return CostModel(per_node, *node_model, *link(between, nodes), between.error)
 
 
-def _p50(communicator: Communicator, nbytes: int) -> float:
-    return sweep.measure(
-        AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS
-    ).p50
+def _p50(communicator: Communicator, nbytes: int) -> Any:
+    row = sweep.measure(AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS)
+    return row["p50"]
 
 
-def table(model: CostModel, rows: Sequence[Prediction], where: dict[str, Any]) -> list[str]:
+def table(model: CostModel, rows: Sequence[Row], where: Row) -> list[str]:
     """Return the model and its predictions as lines of text."""
     names = ("nodes", "ranks", "size (B)", "predicted (us)", "algbw (GB/s)", "busbw (GB/s)")
     lines = [
@@ -266,9 +247,10 @@ def table(model: CostModel, rows: Sequence[Prediction], where: dict[str, Any]) -
         "#" + aligned((*names, "measured (us)", "off (%)"), _WIDTHS),
     ]
     for row in rows:
-        cells = [str(row.nodes), str(row.ranks), str(row.bytes), f"{row.predicted:.1f}"]
-        cells += [f"{row.algbw:.2f}", f"{row.busbw:.2f}"]
-        cells.append("-" if row.measured is None else f"{row.measured:.1f}")
-        cells.append("-" if row.off is None else f"{100 * row.off:+.0f}")
+        cells = [cell.format_map(row) for cell in _CELLS]
+        measured = row["measured"]
+        off = row["off"]
+        cells.append("-" if measured is None else f"{measured:.1f}")
+        cells.append("-" if off is None else f"{100 * off:+.0f}")
         lines.append(" " + aligned(cells, _WIDTHS))
     return [*lines, *(f"# {warning}" for warning in oversubscription(where))]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
@@ -15,11 +15,28 @@ from mpistrat.communicators.costs.distance import distance_on_node
 from mpistrat.communicators.of_resolver import communicator_of
 
 _Call = Callable[[], object]
-_Results = dict[str, list[float]]  # by name, the result of each round
+Contestants = dict[str, Callable[[], Any]]
+Results = dict[
+    str, list[float]
+]  # by name, such as a contestant's, the result of each round or step
 
 ROUNDS = 9
 # How long a turn (the calls of one contestant in a round) lasts if the number of its calls is not given
 SECONDS_PER_TURN = 0.1
+
+
+class UsageError(Exception):
+    """The arguments do not fit the job or its files. Every rank raises it; the command line prints the message."""
+
+
+class CannotTakePart(Exception):
+    """A peer is installed but cannot do this work here. The message says why."""
+
+
+def check_on_host(device: object) -> None:
+    """Raise CannotTakePart unless `device` is a CPU. Called by: Horovod's and TensorFlow's steps, on every rank."""
+    if not str(device).startswith("cpu"):
+        raise CannotTakePart(f"is compared on CPUs only, not on {device}")
 
 
 def all_ranks() -> Communicator:
@@ -52,20 +69,15 @@ def first_reason(reason: str) -> str:
     return next(filter(None, all_ranks().all_gather_object(reason)), "")
 
 
-def host_of_rank() -> str:
-    """Return this rank's host name, for other ranks to connect to; "127.0.0.1" if all ranks are on one host.
-
-    Called by: every rank.
-    """
-    host = socket.gethostname()
-    return host if len(set(all_ranks().all_gather_object(host))) > 1 else "127.0.0.1"
+def _of_host() -> None:
+    """Return at once: the host has nothing to wait for."""
 
 
 def seconds_of(
     communicator: Communicator,
     call: _Call,
     calls: int = 1,
-    wait: Callable[[], None] = lambda: None,
+    wait: Callable[[], None] = _of_host,
 ) -> float:
     """Return the slowest rank's mean seconds per call, over `calls` calls of `call`. All ranks get the same number.
 
@@ -83,9 +95,9 @@ def seconds_of(
     return max(communicator.all_gather_object(time.perf_counter() - started)) / calls
 
 
-def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> _Results:
+def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> Results:
     """Call each function of `turns` once in each round, one after the other. Returns: by name, the results in order."""
-    rounds: _Results = {name: [] for name in turns}
+    rounds: Results = {name: [] for name in turns}
     for _ in range(num_rounds):
         for name, turn in turns.items():
             rounds[name].append(turn())
@@ -96,8 +108,8 @@ def compare(
     contestants: Mapping[str, _Call],
     repeat: int | None = None,
     num_rounds: int = ROUNDS,
-    wait: Callable[[], None] = lambda: None,
-) -> _Results:
+    wait: Callable[[], None] = _of_host,
+) -> Results:
     """Time the contestants: in each of `num_rounds` rounds, each contestant is called `repeat` times in a row.
 
     Called by: every rank. A few calls before the first round are not timed.
@@ -122,6 +134,6 @@ def compare(
     return take_turns(turns, num_rounds)
 
 
-def medians(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def medians(rounds: Results) -> dict[str, float]:
     """Return for each contestant the median of its rounds, in the unit of `rounds`."""
     return {name: statistics.median(times) for name, times in rounds.items()}

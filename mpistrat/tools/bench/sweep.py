@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ import numpy as np
 from mpistrat.communicators import Communicator
 from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import Operation
-from mpistrat.tools.bench.report import aligned, distance_in_words, oversubscription
+from mpistrat.tools.bench.report import Row, aligned, distance_in_words, oversubscription
 from mpistrat.tools.bench.rounds import seconds_of
 
 WARM_UP = 3
@@ -25,55 +23,19 @@ MOST_CALLS = 2000
 
 # A column's name, unit, width in characters, and cell
 _COLUMNS = (
-    ("size", "(B)", 12, "{0.bytes}"),
-    ("count", "(elements)", 12, "{0.count}"),
-    ("type", "", 9, "{0.type}"),
-    ("redop", "", 6, "{0.redop}"),
-    ("time", "(us)", 11, "{0.time:.1f}"),
-    ("p50", "(us)", 11, "{0.p50:.1f}"),
-    ("p99", "(us)", 11, "{0.p99:.1f}"),
-    ("algbw", "(GB/s)", 8, "{0.algbw:.2f}"),
-    ("busbw", "(GB/s)", 8, "{0.busbw:.2f}"),
-    ("#wrong", "", 7, "{0.wrong}"),
-    ("% of", "limit", 7, "{0.percent_of_limit:.0f}"),
+    ("size", "(B)", 12, "{bytes}"),
+    ("count", "(elements)", 12, "{count}"),
+    ("type", "", 9, "{type}"),
+    ("redop", "", 6, "{redop}"),
+    ("time", "(us)", 11, "{time:.1f}"),
+    ("p50", "(us)", 11, "{p50:.1f}"),
+    ("p99", "(us)", 11, "{p99:.1f}"),
+    ("algbw", "(GB/s)", 8, "{algbw:.2f}"),
+    ("busbw", "(GB/s)", 8, "{busbw:.2f}"),
+    ("#wrong", "", 7, "{wrong}"),
+    ("% of", "limit", 7, "{percent_of_limit:.0f}"),
 )
 _WIDTHS = [width for _, _, width, _ in _COLUMNS]
-
-
-@dataclass
-class Row:
-    """The results at one size. Times are microseconds; the time of a call is its slowest rank's.
-
-    Attributes:
-        bytes, count: the size in bytes and in elements, as nccl-tests counts them.
-        type, redop: the dtype's name, and "sum" or "none".
-        calls: the number of timed calls.
-        time, p50, p99: the mean, the median, and the 99th percentile of the calls' times.
-        algbw, busbw: bandwidths in 1e9 bytes per second, from the median.
-        wrong: wrong elements on all ranks, in the first and in the last call.
-        limit: the median time for a copy of as many bytes on all ranks at once.
-        percent_of_limit: 100 · limit / p50.
-        slowest_rank: the rank with the largest median of its own times.
-        slowest_ratio: the slowest rank's median, divided by the median of all ranks' medians.
-        samples: the time of every call.
-    """
-
-    bytes: int
-    count: int
-    type: str
-    redop: str
-    calls: int
-    time: float
-    p50: float
-    p99: float
-    algbw: float
-    busbw: float
-    wrong: int
-    limit: float
-    percent_of_limit: float
-    slowest_rank: int
-    slowest_ratio: float
-    samples: list[float]
 
 
 def sizes(smallest: int, largest: int, factor: int) -> Iterator[int]:
@@ -100,6 +62,18 @@ def measure(
         nbytes: the size in bytes, as nccl-tests counts it.
         in_window: whether `AllReduce` works in memory that the ranks of a node share.
         calls: the number of timed calls; None: as many as fit into two seconds, 5 to 2000.
+    Returns: the results. Times are microseconds; the time of a call is its slowest rank's.
+        bytes, count: the size in bytes and in elements, as nccl-tests counts them.
+        type, redop: the dtype's name, and "sum" or "none".
+        calls: the number of timed calls.
+        time, p50, p99: the mean, the median, and the 99th percentile of the calls' times.
+        algbw, busbw: bandwidths in 1e9 bytes per second, from the median.
+        wrong: wrong elements on all ranks, in the first and in the last call.
+        limit: the median time for a copy of as many bytes on all ranks at once.
+        percent_of_limit: 100 · limit / p50.
+        slowest_rank: the rank with the largest median of its own times.
+        slowest_ratio: the slowest rank's median, divided by the median of all ranks' medians.
+        samples: the time of every call.
     """
     operation = kind(communicator, nbytes, dtype, in_window, device)
     seconds = [_timed(operation)]
@@ -118,24 +92,24 @@ def measure(
     p50 = float(np.median(samples))
     limit = _copying(communicator, operation.nbytes, calls, device)
     algbw = operation.nbytes / p50 / 1e3
-    return Row(
-        bytes=operation.nbytes,
-        count=operation.count,
-        type=dtype.name,
-        redop=operation.redop,
-        calls=calls,
-        time=float(samples.mean()),
-        p50=p50,
-        p99=float(np.percentile(samples, 99)),
-        algbw=algbw,
-        busbw=algbw * kind.bus_factor(communicator.size),
-        wrong=sum(communicator.all_gather_object(wrong)),
-        limit=limit,
-        percent_of_limit=100 * limit / p50,
-        slowest_rank=int(medians.argmax()),
-        slowest_ratio=float(medians.max() / np.median(medians)),
-        samples=samples.round(3).tolist(),
-    )
+    return {
+        "bytes": operation.nbytes,
+        "count": operation.count,
+        "type": dtype.name,
+        "redop": operation.redop,
+        "calls": calls,
+        "time": float(samples.mean()),
+        "p50": p50,
+        "p99": float(np.percentile(samples, 99)),
+        "algbw": algbw,
+        "busbw": algbw * kind.bus_factor(communicator.size),
+        "wrong": sum(communicator.all_gather_object(wrong)),
+        "limit": limit,
+        "percent_of_limit": 100 * limit / p50,
+        "slowest_rank": int(medians.argmax()),
+        "slowest_ratio": float(medians.max() / np.median(medians)),
+        "samples": samples.round(3).tolist(),
+    }
 
 
 def _timed(operation: Operation) -> float:
@@ -157,7 +131,10 @@ def _copying(communicator: Communicator, nbytes: int, calls: int, device: Device
     Returns: the median of the turns, the same number on all ranks.
     """
     source, target = (device.array(np.ones(nbytes, np.uint8)) for _ in range(2))
-    copy = functools.partial(operator.setitem, target, slice(None), source)
+
+    def copy() -> None:
+        target[:] = source
+
     turns = range(min(calls, 50) + WARM_UP)
     seconds = [seconds_of(communicator, copy, 1, device.wait) for _ in turns]
     return float(np.median(seconds[WARM_UP:])) * 1e6
@@ -171,17 +148,17 @@ def heading(operation: str, ranks: int, device: Device) -> str:
 
 
 def line(row: Row) -> str:
-    return " " + aligned((cell.format(row) for *_, cell in _COLUMNS), _WIDTHS)
+    return " " + aligned((cell.format_map(row) for *_, cell in _COLUMNS), _WIDTHS)
 
 
-def footer(rows: Sequence[Row], where: Mapping[str, Any]) -> list[str]:
-    slowest = max(rows, key=operator.attrgetter("slowest_ratio"))
-    wrong = sum(row.wrong for row in rows)
+def footer(rows: Sequence[Row], where: Row) -> list[str]:
+    slowest = max(rows, key=operator.itemgetter("slowest_ratio"))
+    wrong = sum(row["wrong"] for row in rows)
     lines = [
         f"Out of bounds values: {wrong} {'FAILED' if wrong else 'OK'}",
-        f"Average bus bandwidth: {sum(row.busbw for row in rows) / len(rows):.3f} GB/s",
-        f"Slowest rank: {slowest.slowest_rank}, {slowest.slowest_ratio:.2f} times the median of the ranks at "
-        f"{slowest.bytes} bytes",
+        f"Average bus bandwidth: {sum(row['busbw'] for row in rows) / len(rows):.3f} GB/s",
+        f"Slowest rank: {slowest['slowest_rank']}, {slowest['slowest_ratio']:.2f} times the median of the ranks at "
+        f"{slowest['bytes']} bytes",
         *where["ways"],
         *distance_in_words(where),
         *oversubscription(where),

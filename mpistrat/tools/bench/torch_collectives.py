@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from mpistrat.tools.bench import operations
 from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import Operation
 from mpistrat.tools.bench.peers.torch_distributed import MPISTRAT, backend_of_torch, group_on
+from mpistrat.tools.bench.report import Row
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 _FLOAT32 = np.dtype("float32")
@@ -99,8 +99,10 @@ class AllToAll(TorchCollective):
         dist.all_to_all(self.received_parts, self.sent_parts, group=self.group)
 
     def expected(self) -> np.ndarray:
-        operands = [self.operand(rank, self.count) for rank in range(self.communicator.size)]
-        return np.concatenate([operand.reshape(-1, self.part)[self.rank] for operand in operands])
+        shape = (-1, self.part)
+        ranks = range(self.communicator.size)
+        parts = [self.operand(rank, self.count).reshape(shape)[self.rank] for rank in ranks]
+        return np.concatenate(parts)
 
 
 class AllToAllSingle(AllToAll):
@@ -122,7 +124,7 @@ CALLS: dict[str, type[TorchCollective]] = {
 
 def compare_calls(
     names: Iterable[str], sizes: Iterable[int], num_rounds: int, device: Device = HOST
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Compare each named call at each size in bytes on torch's own backend and on mpistrat. Called by: every rank.
 
     Args: names: keys of `CALLS`.
@@ -141,9 +143,7 @@ def compare_calls(
     ]
 
 
-def compare_call(
-    name: str, calls: Mapping[str, TorchCollective], num_rounds: int
-) -> dict[str, Any]:
+def compare_call(name: str, calls: Mapping[str, TorchCollective], num_rounds: int) -> Row:
     """Compare one call at one size. Called by: every rank.
 
     Args: calls: the call on each backend by the backend's name, torch's own first, then mpistrat.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import hashlib
 import time
 from collections.abc import Iterator
@@ -14,23 +16,56 @@ import torch
 from mpistrat.communicators import Communicator
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpistrat.strategy import Strategy
 from mpistrat.tools.bench import examples
-from mpistrat.tools.bench.device_choice import device_named
-from mpistrat.tools.bench.errors import UsageError
-from mpistrat.tools.bench.models import model_named
-from mpistrat.tools.bench.report import Row
-from mpistrat.tools.bench.rounds import all_ranks
-from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
-from mpistrat.tools.bench.surroundings import surroundings
-from mpistrat.tools.bench.work import Step, Work, alone
+from mpistrat.tools.bench.device import Device
+from mpistrat.tools.bench.models import MODELS
+from mpistrat.tools.bench.report import Row, surroundings
+from mpistrat.tools.bench.rounds import Results, UsageError, all_ranks
+from mpistrat.tools.bench.work import Step, Work, alone, step_of
 
+# In this many first steps a strategy tries how gradients travel fastest (`CommunicationOptions.overlap`).
+STEPS_OF_TRIALS = 20
 WARM_UP = 3  # steps before the measurement if there are no trials
 # Five steps with communication, five without, and so on: so a machine that gets slower slows both down.
 STEPS_PER_BLOCK = 5
-_Times = dict[str, list[float]]  # by a step's part, the seconds of each step
 
 
-def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module]:
+    with strategy.scope():
+        module, optimizer = work.build()
+    step = step_of(work, module, optimizer)
+    return functools.partial(strategy.run, step), module
+
+
+def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
+    """Return a training step under a new `MultiWorkerMirroredStrategy`, as `past_trials` does.
+
+    Called by: every rank.
+    Args:
+        options: communication options; None: the defaults.
+        more: further arguments of the strategy.
+    """
+    return past_trials(
+        work,
+        MultiWorkerMirroredStrategy(None, options, devices=[work.device], gradients="mean", **more),
+    )
+
+
+def past_trials(work: Work, strategy: Strategy) -> Step:
+    """Run 20 steps: in these, `strategy` tries how gradients travel fastest. Then restore the module's first weights.
+
+    Called by: every rank.   Returns: the training step.
+    """
+    step, module = with_strategy(work, strategy)
+    first = copy.deepcopy(module.state_dict())
+    for _ in range(STEPS_OF_TRIALS):
+        step()
+    module.load_state_dict(first)
+    return step
+
+
+def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
     """Train a model and measure its steps. Called by: every rank.
 
     Returns: the row of results, and the machine and software; benchmarks/README.md describes the keys. The time of each
@@ -38,7 +73,6 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     Raises: UsageError on all ranks, if arguments do not fit the job or the input.
     """
     options = arguments.communication_options or CommunicationOptions()
-    device = device_named(arguments.device)
     strategy = MultiWorkerMirroredStrategy(None, options, devices=[device.name], gradients="mean")
     communicator = strategy.extended.communicator
     work = work_of(arguments.model, arguments.batch_size, device.name)
@@ -54,26 +88,27 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     # A step takes as long as the slowest rank's step.
     slowest = dict(zip(times, of_ranks.max(axis=0), strict=True))
     p50 = {part: float(np.median(values)) for part, values in slowest.items()}
+    step_ms = p50["step"]
     place = list(times).index("compute")
     compute = np.median(of_ranks[:, place], axis=1)
-    efficiency, refused = efficiency_of(p50["compute"], p50["step"], where)
+    efficiency, refused = efficiency_of(p50["compute"], step_ms, where)
     row = {
         "model": arguments.model,
         "parameters": sum(p.numel() for p in module.parameters()),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
+        "gradient_bytes": sum(p.nbytes for p in module.parameters()),
         "batch_size": batch_size,
         "examples_per_rank": each,
         "input": arguments.input,
         "communication_options": _what_is_set(options),
         "ways": strategy.extended.explain().split("\n"),
         "steps": arguments.steps,
-        "step_ms": p50["step"],
+        "step_ms": step_ms,
         "step_ms_p99": float(np.percentile(slowest["step"], 99)),
         "input_ms": p50["input"],
         "compute_ms": p50["compute"],
-        "exposed_communication_ms": p50["step"] - p50["input"] - p50["compute"],
-        "samples_per_s": batch_size / p50["step"] * 1e3,
-        "samples_per_s_per_rank": each / p50["step"] * 1e3,
+        "exposed_communication_ms": step_ms - p50["input"] - p50["compute"],
+        "samples_per_s": batch_size / step_ms * 1e3,
+        "samples_per_s_per_rank": each / step_ms * 1e3,
         "efficiency": efficiency,
         "efficiency_refused": refused,
         "slowest_rank": int(compute.argmax()),
@@ -91,7 +126,7 @@ def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
     Args: batch_size: the examples of all ranks together; None: the model's default for each rank.
     Raises: UsageError on all ranks, if `batch_size` is not a multiple of the number of ranks.
     """
-    model = model_named(name)
+    model = MODELS[name]
     ranks = all_ranks().size
     each, rest = divmod(batch_size or model.examples_per_rank * ranks, ranks)
     if rest:
@@ -114,7 +149,7 @@ def _measure(
     batches: Iterator[examples.Batch] | None,
     step: Step,
     steps: int,
-) -> tuple[_Times, list[float]]:
+) -> tuple[Results, list[float]]:
     """Run `steps` steps with communication, and as many without. The steps before the measurement are not timed.
 
     Args:
@@ -123,7 +158,7 @@ def _measure(
     Returns: this rank's seconds of each step: "step" (whole, with its "input"), "input" (reading the batch) and
         "compute" (a step without communication); and all its losses, of the untimed steps, too.
     """
-    times: _Times = {"step": [], "input": [], "compute": []}
+    times: Results = {"step": [], "input": [], "compute": []}
     losses: list[float] = []
     plain = alone(work)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.models import Model
 
 Step = Callable[[], torch.Tensor]  # returns this rank's loss
 

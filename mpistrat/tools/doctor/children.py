@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.liveness.processes import name_of_signal
-from mpistrat.settings import Environment
 
 MOST_WORDS = 1 << 20  # bytes: only the end of a longer output is read
 _NO_END = "no end within"
@@ -53,12 +53,14 @@ class ChildOutput:
         Args: silent: the words for a program that ended with code 0 and wrote no such line.
         """
         words = last_words(self.errors if self.ended else self.output, 1)
-        return ", ".join(filter(None, [self.ended or silent, words]))
+        return f"{self.ended or silent}, {words}".removesuffix(", ")
 
 
-def ask(command: Sequence[str], seconds: float, environment: Environment) -> ChildOutput:
+def ask(command: Sequence[str], seconds: float, variables: Mapping[str, str] = {}) -> ChildOutput:
     """Run `command` for at most `seconds`, then kill it and its children.
 
+    The command cannot take the place of a rank: it has no variables of the launcher.
+    Args: variables: further environment variables of the command.
     Returns: its output. It raises no error: `ended` also says why a program could not be started.
     """
     # The output goes to files. A pipe would stay open if the command left a process behind.
@@ -69,7 +71,7 @@ def ask(command: Sequence[str], seconds: float, environment: Environment) -> Chi
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
-                env=dict(environment),
+                env={**environment_of_children(), **variables},
                 start_new_session=True,
             )
         except OSError as error:

@@ -1,16 +1,24 @@
-"""`mpistrat doctor`: gathers facts about a job, checks them, and prints findings. It also works if MPI is broken."""
+"""`mpistrat doctor`: gathers facts about a job, checks them, and prints findings. It also works if MPI is broken.
+
+A child process becomes the MPI rank, so this process can still report if MPI crashes, hangs, or ends that process.
+Launchers accept a child of the process that they started as the rank, because the child has the same environment and
+open files. Shell scripts between mpirun and a program rely on that, too.
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import json
+import os
+import select
 import socket
+import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import IO
 
 from mpistrat.tools.doctor import (
     cores,
@@ -22,19 +30,16 @@ from mpistrat.tools.doctor import (
     nodes,
     software,
 )
-from mpistrat.tools.doctor.facts import Job, JobFailure, RankFacts, as_json
-from mpistrat.tools.doctor.finding import LEVELS, OK, PROBLEM, WARNING, Finding, Findings, said_once
-from mpistrat.tools.doctor.supervision import run_rank
-from mpistrat.tools.doctor.wording import count
+from mpistrat.tools.doctor.children import file_with, how_it_ended, last_words, written
+from mpistrat.tools.doctor.facts import Job, JobFailure, Library, RankFacts, as_json, from_json
+from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, as_text, said_once, to_json
 
 Check = Callable[[Job], Iterable[Finding]]
 SECONDS_FOR_RANK_0 = 10.0
 _CHECKERS = (mpi_library, software, cores, memory, nodes, links, gpus)
 CHECKS: tuple[Check, ...] = tuple(checker.check for checker in _CHECKERS)
-SCHEMA = 1
-WIDTH = 110
-MOST_NAMED = 5  # nodes
-_MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  ", OK: "ok       "}
+SECONDS_TO_IMPORT = 60.0
+SECONDS_TO_END = 10.0  # the time for MPI_Finalize
 
 
 def run(in_json: bool) -> int:
@@ -123,46 +128,94 @@ def _speak_for_a_node(here: RankFacts, failure: JobFailure) -> int:
     return int(not of_node)  # an exit code could end the job before rank 0 has spoken
 
 
-def as_text(findings: Sequence[Finding], nodes: int) -> str:
-    """Return the findings as one text: problems first, a fix and a heading below each; last their numbers.
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank's MPI process ended.
 
-    Args: nodes: the number of nodes of the job. With one node, the nodes of a finding are not named.
+    Attributes:
+        job: the facts of all ranks; None on other ranks than 0, and after a failure.
+        failure: why the process did not write everything; None if it did.
+        library: the MPI library that the process had loaded; None if it had not loaded one.
+        left: how the process failed to end well after it had written everything: "killed by SIGSEGV"; "" if it ended
+            well.
     """
-    lines = []
-    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
-        lines += _wrapped(_MARKS[finding.level], f"{_subject(finding, nodes)}: {finding.text}")
-        if finding.fix:
-            see = f"(docs/troubleshooting.md: {finding.heading})"
-            lines += _wrapped("    fix: ", f"{finding.fix} {see}")
-    levels = collections.Counter(finding.level for finding in findings)
-    if levels[PROBLEM] or levels[WARNING]:
-        lines.append(f"{count(levels[PROBLEM], 'problem')}, {count(levels[WARNING], 'warning')}.")
-    else:
-        lines.append("Nothing to fix.")
-    return "\n".join(lines)
+
+    job: Job | None = None
+    failure: JobFailure | None = None
+    library: Library | None = None
+    left: str = ""
 
 
-def to_json(findings: Sequence[Finding], job: Job) -> str:
-    content = {
-        "schema": SCHEMA,
-        "findings": [as_json(finding) for finding in findings],
-        "facts": as_json(job),
-    }
-    return json.dumps(content, indent=1)
+def run_rank(rank: RankFacts) -> Outcome:
+    """Run this rank's MPI process until it ends, or kill it if a step takes too long. Called by: every rank.
+
+    Args: rank: the facts that are known without MPI; the process adds to them.
+    Returns: the outcome. Faults of MPI are in it, and not raised.
+    """
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    facts = json.dumps(as_json(rank)).encode()
+    with file_with(facts) as stdin, file_with(b"") as words, open(read, "rb", buffering=0) as pipe:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mpistrat.tools.doctor.rank_process", str(write)],
+            stdin=stdin,
+            stdout=words,
+            stderr=words,
+            close_fds=False,  # launchers hand ranks open files: PMI_FD
+        )
+        os.close(write)
+        outcome = _listen(process, pipe, words)
+        left = _how_it_ends(process, f"MPI_Finalize did not return within {SECONDS_TO_END:g} s")
+        return outcome if outcome.failure else dataclasses.replace(outcome, left=left)
 
 
-def _subject(finding: Finding, nodes: int) -> str:
-    named = finding.nodes
-    if not named or nodes == 1:
-        return finding.check
-    if len(named) == nodes:
-        return f"{finding.check} on all {nodes} nodes"
-    more = f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
-    return f"{finding.check} on {', '.join(named[:MOST_NAMED])}{more}"
+def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes]) -> Outcome:
+    """Read the process's lines of JSON from `pipe` until the last line, its end, or a step that takes too long.
+
+    In the last case the process is killed.
+    Args: words: the file with the process's stdout and stderr, for the text of a failure.
+    """
+    stage = "the start of Python"
+    seconds = SECONDS_TO_IMPORT
+    until = time.monotonic() + seconds
+    library: Library | None = None
+    rest = b""
+
+    def failure(kind: str, text: str) -> JobFailure:
+        return JobFailure(stage, kind, text, last_words(written(words)))
+
+    while True:
+        left = max(0, until - time.monotonic()) if seconds else None  # 0: no limit
+        if not select.select([pipe], [], [], left)[0]:
+            process.kill()
+            text = f"it did not end within {seconds:g} s"
+            return Outcome(None, failure("late", text), library)
+        data = pipe.read(1 << 16)
+        if not data:
+            text = _how_it_ends(process, "killed by SIGKILL") or "it ended without a word"
+            return Outcome(None, failure("ended", text), library)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "stage" in message:
+                stage = message["stage"]
+                seconds = message["seconds"]
+                until = time.monotonic() + seconds
+            elif "library" in message:
+                library = from_json(Library, message["library"])
+            elif "failure" in message:
+                return Outcome(None, from_json(JobFailure, message["failure"]), library)
+            else:
+                return Outcome(from_json(Job, message.get("job")), None, library)
 
 
-def _wrapped(mark: str, text: str) -> list[str]:
-    # Commands and paths stay whole.
-    wrapper = textwrap.TextWrapper(WIDTH, mark, break_long_words=False, break_on_hyphens=False)
-    wrapper.subsequent_indent = " " * len(mark)
-    return wrapper.wrap(text)
+def _how_it_ends(process: subprocess.Popen[bytes], late: str) -> str:
+    """Wait at most 10 s until the process ends; then kill it.
+
+    Returns: "" for exit code 0, else how it ended, such as "killed by SIGSEGV"; `late` if it had to be killed.
+    """
+    try:
+        return how_it_ended(process.wait(SECONDS_TO_END))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return late

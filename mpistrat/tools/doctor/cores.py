@@ -12,8 +12,7 @@ from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_thread
 from mpistrat.machine.notices import runs_in_words
 from mpistrat.machine.shared_caches import caches_of
 from mpistrat.tools.doctor.facts import Cores, Job, Ranks
-from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, findings_of, on_node
-from mpistrat.tools.doctor.wording import count
+from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, count, findings_of, on_node
 
 ok, warning, problem = findings_of("cores")
 # Headings of docs/troubleshooting.md
@@ -72,11 +71,14 @@ def _sharing(ranks: Ranks) -> Findings:
     """Find, on one node, more ranks than cores, ranks that share cores while others are free, and cores that no rank
     may use. Yields at most one finding: the first of these faults.
     """
+    first = ranks[0]
     number = len(ranks)
     cores = _cores_of(ranks)
     num_cores = len(cores)
     usable = _usable_cpus(ranks)
-    spare = _cores_left_by_launcher(ranks)
+    spare = 0  # cores that the launcher may use and no rank may
+    if not first.launch.slurm:  # under Slurm, ranks cannot get more cores
+        spare = max(0, first.cores.of_launcher - num_cores)
     of_launcher = num_cores + spare
     here = f"{count(number, 'rank')} here"
     bound_to = count(num_cores, "core")
@@ -103,13 +105,13 @@ def _sharing(ranks: Ranks) -> Findings:
         ask = f", or ask Slurm for more: --ntasks-per-node={number} --cpus-per-task=1"
         yield problem(
             f"{here} have {bound_to}{limited}: they take turns, and MPI's waiting takes a core, too.",
-            f"start at most {count(max(1, int(usable)), 'rank')} per node{ask * bool(ranks[0].launch.slurm)}",
+            f"start at most {count(max(1, int(usable)), 'rank')} per node{ask * bool(first.launch.slurm)}",
             _TURNS,
         )
     elif number > 1 and spare >= num_cores:
         yield warning(
             f"{here} may run on {num_cores} of the launcher's {of_launcher} cores: it has bound each to "
-            f"{count(len(ranks[0].cores.allowed), 'core')}.",
+            f"{count(len(first.cores.allowed), 'core')}.",
             _bind(ranks, of_launcher // number),
             _BOUND,
         )
@@ -143,13 +145,6 @@ def _usable_cpus(ranks: Ranks) -> float:
     return cores if quota is None else min(cores, quota)
 
 
-def _cores_left_by_launcher(ranks: Ranks) -> int:
-    """Return how many cores the launcher may use and no rank may. 0 under Slurm: there, ranks cannot get more cores."""
-    if ranks[0].launch.slurm:
-        return 0
-    return max(0, ranks[0].cores.of_launcher - len(_cores_of(ranks)))
-
-
 def _threads(ranks: Ranks) -> Findings:
     """Find variables such as OMP_NUM_THREADS that the user has set to more than a rank's share of the cores."""
     masks = [rank.cores.allowed for rank in ranks]
@@ -170,10 +165,11 @@ def _threads(ranks: Ranks) -> Findings:
 
 def _slurm(ranks: Ranks) -> Findings:
     """Find a --cpus-per-task that sbatch got and srun did not take over. Since Slurm 22.05, srun ignores sbatch's."""
-    slurm = ranks[0].launch.slurm
+    launch = ranks[0].launch
+    slurm = launch.slurm
     has = len(ranks[0].cores.allowed)
     asked = slurm.get(CPUS_PER_TASK, "")
-    by_srun = ranks[0].launch.by_srun and STEPS_CPUS_PER_TASK not in slurm
+    by_srun = launch.by_srun and STEPS_CPUS_PER_TASK not in slurm
     if by_srun and asked.isdigit() and has < int(asked):
         yield warning(
             f"The job asked for {CPUS_PER_TASK}={asked}, but a rank may run on {count(has, 'core')}: since Slurm "
@@ -200,11 +196,11 @@ def _bind(ranks: Ranks, each: int) -> str:
     """Return advice: the launcher's command line that gives each rank `each` cores of its own, at least one."""
     each = max(1, each)
     here = len(ranks)
-    launcher = ranks[0].launch.launcher
-    if launcher.startswith("Open MPI"):
+    launch = ranks[0].launch
+    if launch.launcher.startswith("Open MPI"):
         return f"mpirun --bind-to none …, or --map-by ppr:{here}:node:pe={each} --bind-to core"
-    if ranks[0].launch.by_srun:
+    if launch.by_srun:
         return f"srun --ntasks-per-node={here} --cpus-per-task={each} --cpu-bind=cores …"
-    if launcher:
+    if launch.launcher:
         return f"mpirun -bind-to none …, or -bind-to core:{each}"
     return f"start it without taskset, or give each rank {count(each, 'core')}"

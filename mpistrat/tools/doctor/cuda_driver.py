@@ -12,7 +12,6 @@ import json
 import sys
 from typing import Any
 
-from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Driver
 
@@ -31,7 +30,7 @@ def look() -> Driver:
     If the child fails, the result has an `error`; `hangs` is True if it did not end in time.
     """
     command = [sys.executable, "-m", "mpistrat.tools.doctor.cuda_driver"]
-    answer = ask(command, SECONDS_TO_ASK, environment_of_children())
+    answer = ask(command, SECONDS_TO_ASK)
     found = answer.json(BEGIN)
     if found is None:
         # The driver need not be at fault: the child may have ended before it asked.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+Lists = list[list[str]]
 _hints = functools.cache(typing.get_type_hints)
 
 
@@ -75,7 +76,7 @@ class Library:
     version: str = ""  # from MPI_Get_library_version
     standard: list[int] = field(default_factory=list)  # [4, 1]
     thread_level: str = ""  # "multiple", once MPI runs
-    candidates: list[list[str]] = field(default_factory=list)  # [rule, path], in mpi4py's order
+    candidates: Lists = field(default_factory=list)  # [rule, path], in mpi4py's order
     built_for_one: bool = False  # mpi4py was built with this library, and looks for no other
 
 
@@ -139,8 +140,8 @@ class Gpus:
     torch_gpus: int = 0
     cupy: str = ""
     cupy_error: str = ""
-    nccl_loaded: list[list[str]] = field(default_factory=list)  # [path, "2.27.5"], in one process
-    nccl_visible: list[list[str]] = field(default_factory=list)  # [WHEEL or LIBRARY_PATH, path]
+    nccl_loaded: Lists = field(default_factory=list)  # [path, "2.27.5"], in one process
+    nccl_visible: Lists = field(default_factory=list)  # [WHEEL or LIBRARY_PATH, path]
     mpi_refusal: str | None = None  # why MPI does not take GPU memory; "": it does; None: not tried
 
 
@@ -170,7 +171,7 @@ class Links:
     """
 
     rates: list[list[float]] = field(default_factory=list)
-    speeds: list[list[str]] = field(default_factory=list)
+    speeds: Lists = field(default_factory=list)
     pairs: int = 0
 
 

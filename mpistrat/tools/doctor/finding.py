@@ -1,11 +1,16 @@
-"""The findings of the doctor."""
+"""The findings of the doctor: how they are made, shown to people, and written as JSON."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+from mpistrat.tools.doctor.facts import Job, as_json
 
 OK = "ok"
 WARNING = "warning"
@@ -41,9 +46,10 @@ class Finding:
 
 
 Findings = Iterator[Finding]
+Level = partial[Finding]  # a check's function ok, warning or problem
 
 
-def findings_of(check: str) -> tuple[partial[Finding], partial[Finding], partial[Finding]]:
+def findings_of(check: str) -> tuple[Level, Level, Level]:
     """Return the functions ok(text), warning(text, fix, heading) and problem(text, fix, heading) for one check."""
     finding = partial(Finding, check)
     return partial(finding, OK), partial(finding, WARNING), partial(finding, PROBLEM)
@@ -64,3 +70,68 @@ def said_once(findings: Iterable[Finding]) -> list[Finding]:
         alone = dataclasses.replace(finding, nodes=())
         nodes[alone] = nodes.get(alone, ()) + finding.nodes
     return [dataclasses.replace(finding, nodes=names) for finding, names in nodes.items()]
+
+
+SCHEMA = 1
+WIDTH = 110
+MOST_NAMED = 5  # nodes
+_MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  ", OK: "ok       "}
+
+
+def as_text(findings: Sequence[Finding], nodes: int) -> str:
+    """Return the findings as one text: problems first, a fix and a heading below each; last their numbers.
+
+    Args: nodes: the number of nodes of the job. With one node, the nodes of a finding are not named.
+    """
+    lines = []
+    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
+        lines += _wrapped(_MARKS[finding.level], f"{_subject(finding, nodes)}: {finding.text}")
+        if finding.fix:
+            see = f"(docs/troubleshooting.md: {finding.heading})"
+            lines += _wrapped("    fix: ", f"{finding.fix} {see}")
+    levels = collections.Counter(finding.level for finding in findings)
+    if levels[PROBLEM] or levels[WARNING]:
+        lines.append(f"{count(levels[PROBLEM], 'problem')}, {count(levels[WARNING], 'warning')}.")
+    else:
+        lines.append("Nothing to fix.")
+    return "\n".join(lines)
+
+
+def to_json(findings: Sequence[Finding], job: Job) -> str:
+    content = {
+        "schema": SCHEMA,
+        "findings": [as_json(finding) for finding in findings],
+        "facts": as_json(job),
+    }
+    return json.dumps(content, indent=1)
+
+
+def _subject(finding: Finding, nodes: int) -> str:
+    named = finding.nodes
+    if not named or nodes == 1:
+        return finding.check
+    if len(named) == nodes:
+        return f"{finding.check} on all {nodes} nodes"
+    more = f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
+    return f"{finding.check} on {', '.join(named[:MOST_NAMED])}{more}"
+
+
+def _wrapped(mark: str, text: str) -> list[str]:
+    # Commands and paths stay whole.
+    wrapper = textwrap.TextWrapper(WIDTH, mark, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * len(mark)
+    return wrapper.wrap(text)
+
+
+def bytes_in_words(number: float) -> str:
+    """Return a number of bytes in words: "64 MB". Units of 1000, three digits."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def count(number: int, what: str) -> str:
+    """Return a number with its noun: "1 core", "2 cores"."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.machine.gpu_advice import INSTALL_NCCL, ONE_ENVIRONMENT, ONE_RANK_PER_GPU
 from mpistrat.machine.gpus import visible_gpus
 from mpistrat.machine.library_search import LIBRARY_PATH, libraries_on_path
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Driver, Gpus, Job, Ranks, grouped
-from mpistrat.tools.doctor.finding import Finding, Findings, findings_of, on_node
-from mpistrat.tools.doctor.wording import count
+from mpistrat.tools.doctor.finding import Finding, Findings, count, findings_of, on_node
 
 ok, warning, problem = findings_of("GPUs")
 SECONDS_TO_IMPORT = 60.0
@@ -65,7 +63,7 @@ def look(driver: Driver) -> Gpus:
     """
     if driver.hangs:  # every question would take its full time limit while the other ranks wait
         return Gpus(torch_error="not asked: CUDA's driver hangs")
-    answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT, environment_of_children())
+    answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT)
     named = list(visible_gpus())
     on_path = [[LIBRARY_PATH, path] for path in libraries_on_path("libnccl.so*")]
     seen = answer.json(BEGIN)

@@ -11,14 +11,12 @@ import bisect
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.tools.doctor.facts import Job, grouped
-from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
-from mpistrat.tools.doctor.wording import count
+from mpistrat.tools.doctor.finding import Findings, Level, count, findings_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -130,8 +128,9 @@ def _follow(comm: MPI.Intracomm, other: int, data: np.ndarray) -> None:
         comm.Recv(size, other)
         if not size[0]:
             return
-        comm.Recv(data[: size[0]], other)
-        comm.Send(data[: size[0]], other)
+        message = data[: size[0]]
+        comm.Recv(message, other)
+        comm.Send(message, other)
 
 
 def check(job: Job) -> Findings:
@@ -171,7 +170,9 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
     left = len(ordered) - 1
     low = (left - 1) // 2
     high = left // 2
-    return sum(ordered[position + (position >= index)] for position in (low, high)) / 2
+    low += low >= index
+    high += high >= index
+    return (ordered[low] + ordered[high]) / 2
 
 
 def _named(slow: _Rates, rates: _Rates, names: Sequence[str]) -> Findings:
@@ -242,7 +243,7 @@ def bytes_of_link(text: str) -> float:
     return float(number) * {"G": 1e9, "M": 1e6}[unit[0]] / 8
 
 
-def _bad(rate: float, median: float) -> partial[Finding]:
+def _bad(rate: float, median: float) -> Level:
     """Return the function `problem` for a rate below a quarter of the median of the other pairs, else `warning`."""
     return problem if rate < VERY_SLOW * median else warning
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import math
 import operator
 import os
 import resource
@@ -13,8 +12,7 @@ from pathlib import Path
 
 from mpistrat.machine.control_groups import allowed, number_in
 from mpistrat.tools.doctor.facts import Job, MemoryLimits, Room
-from mpistrat.tools.doctor.finding import Findings, findings_of, on_node
-from mpistrat.tools.doctor.wording import bytes_in_words, count
+from mpistrat.tools.doctor.finding import Findings, bytes_in_words, count, findings_of, on_node
 
 ok, warning, problem = findings_of("memory")
 SHARED = "/dev/shm"
@@ -128,9 +126,9 @@ def _files(memory: MemoryLimits, all_ranks: int) -> Findings:
     needed = FILES_OF_A_PROGRAM + FILES_PER_RANK * all_ranks
     if memory.files is None or memory.files >= max(needed, FEW_FILES):
         return
-    most = math.inf if memory.files_most is None else memory.files_most
-    fix = f"ulimit -n {'unlimited' if math.isinf(most) else most} in the job script"
-    if most < max(needed, FEW_FILES):
+    most = memory.files_most
+    fix = f"ulimit -n {most or 'unlimited'} in the job script"
+    if most is not None and most < max(needed, FEW_FILES):
         fix = (
             f"have the hard limit, {most}, raised: LimitNOFILE= of slurmd or sshd, /etc/security/limits.conf (by the "
             "administrators), docker run --ulimit nofile=65536"

@@ -11,8 +11,7 @@ from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, 
 from mpistrat.machine import library_search as search
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.facts import Job, JobFailure, Launch, Library, RankFacts, grouped
-from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
-from mpistrat.tools.doctor.wording import count
+from mpistrat.tools.doctor.finding import Finding, Findings, count, findings_of
 
 ok, warning, problem = findings_of("MPI")
 _BEFORE = ", which goes before LD_LIBRARY_PATH"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import re
 import shutil
 import time
@@ -17,15 +16,13 @@ from mpistrat.errors import TopologyError
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ChildOutput, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
-from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
-from mpistrat.tools.doctor.wording import count
+from mpistrat.tools.doctor.finding import Finding, Findings, Level, count, findings_of
 from mpistrat.trace.clocks import answer, compare_with
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 ok, warning, problem = findings_of("nodes")
-SECONDS_OF_A_COMMAND = 10.0
 CLOCKS_DIFFER = 1.0  # seconds
 CLOCKS_ARE_WRONG = 60.0  # seconds; MUNGE refuses credentials after 300
 _STEP = {
@@ -64,9 +61,8 @@ def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
     """
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec") or ""
     job = slurm.get("SLURM_JOB_ID", "")
-    none = ChildOutput("", "", "")
-    version = _ask(mpirun, "--version") if mpirun else none
-    types = _ask("srun", "--mpi=list") if slurm else none
+    version = ask_tool(mpirun, "--version")  # no output if there is no mpirun
+    types = ask_tool("srun", "--mpi=list") if slurm else ChildOutput("", "", "")
     return {
         "mpirun": mpirun,
         "mpirun_version": "\n".join(version.output.splitlines()[:3]),
@@ -75,8 +71,9 @@ def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _ask(*command: str) -> ChildOutput:
-    return ask(command, SECONDS_OF_A_COMMAND, launcher.environment_of_children())
+def ask_tool(*command: str) -> ChildOutput:
+    """Return the output of a command of the launcher's or of Slurm's, as `children.ask` does, after 10 s at most."""
+    return ask(command, 10.0)
 
 
 def types_of_srun(text: str) -> list[str]:
@@ -89,7 +86,7 @@ def types_of_srun(text: str) -> list[str]:
 
 
 def _state(job: str) -> str:
-    answer = _ask("squeue", "--noheader", "--jobs", job, "--format=%T")
+    answer = ask_tool("squeue", "--noheader", "--jobs", job, "--format=%T")
     if answer.ended:
         return "gone" if "Invalid job id" in answer.errors else ""
     return answer.output.strip().split("\n")[0] or "gone"
@@ -119,23 +116,24 @@ def check(job: Job) -> Findings:
 
 
 def _clocks(job: Job) -> Findings:
-    if not job.clocks:
+    clocks = job.clocks
+    if not clocks:
         return
     names = list(job.nodes())
-    most = max(abs(clock.ahead) for clock in job.clocks)
-    wrong = [clock for clock in job.clocks if abs(clock.ahead) - clock.error >= CLOCKS_DIFFER]
+    most = max(abs(clock.ahead) for clock in clocks)
+    wrong = [clock for clock in clocks if abs(clock.ahead) - clock.error >= CLOCKS_DIFFER]
     if not wrong:
         yield ok(
             f"Clocks of {count(len(names), 'node')} differ by {most * 1e3:.3f} ms at most "
-            f"(give or take {max(clock.error for clock in job.clocks) * 1e3:.3f} ms)."
+            f"(give or take {max(clock.error for clock in clocks) * 1e3:.3f} ms)."
         )
-    elif len(job.clocks) == 1:  # with two nodes, nothing tells whose clock is wrong
+    elif len(clocks) == 1:  # with two nodes, nothing tells whose clock is wrong
         yield _bad_clock(most)(
             f"The clocks of {names[0]} and {names[1]} are {most:.1f} s apart: {MISLEAD}.",
             "have the administrators look at chronyd on both (chronyc tracking tells which is wrong)",
             _APART,
         )
-    elif len(wrong) > len(job.clocks) / 2:  # then node 0's clock is wrong
+    elif len(wrong) > len(clocks) / 2:  # then node 0's clock is wrong
         median = sorted(clock.ahead for clock in wrong)[len(wrong) // 2]
         yield _wrong_clock(names[0], -median, "the others")
     else:
@@ -152,7 +150,7 @@ def _wrong_clock(node: str, ahead: float, reference: str) -> Finding:
     )
 
 
-def _bad_clock(seconds: float) -> functools.partial[Finding]:
+def _bad_clock(seconds: float) -> Level:
     """Return the function `problem` or `warning`, by how many seconds two clocks are apart."""
     return problem if seconds >= CLOCKS_ARE_WRONG else warning
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import sys
+from pathlib import Path
 
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.facts import Job, Ranks, Software, grouped
@@ -24,8 +24,11 @@ def look() -> Software:
         python=platform.python_version(),
         executable=sys.executable,
         mpistrat=version_of("mpistrat") or "of a checkout",
-        folder=os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")),
-        **{package: version_of(package) for package in ("mpi4py", "numpy", "torch", "torch_xla")},
+        folder=str(Path(__file__).parents[2]),
+        mpi4py=version_of("mpi4py"),
+        numpy=version_of("numpy"),
+        torch=version_of("torch"),
+        torch_xla=version_of("torch_xla"),
     )
 
 
@@ -33,13 +36,14 @@ def check(job: Job) -> Findings:
     different = list(_differences(job.ranks))
     yield from different
     here = job.first.software
-    wrong_pair, command = what_differs(here.torch_xla, here.torch) if here.torch_xla else ("", "")
-    if wrong_pair:
-        yield problem(f"{wrong_pair}. A program that imports it ends.", command, _DIFFERENT)
+    torch = f"torch {here.torch}" if here.torch else "no torch: NumPy and CuPy only"
+    if here.torch_xla:
+        torch += f", torch_xla {here.torch_xla}"
+        wrong_pair, command = what_differs(here.torch_xla, here.torch)
+        if wrong_pair:
+            yield problem(f"{wrong_pair}. A program that imports it ends.", command, _DIFFERENT)
     if not different:
         everywhere = " on all ranks" if len(job.ranks) > 1 else ""
-        torch = f"torch {here.torch}" if here.torch else "no torch: NumPy and CuPy only"
-        torch += f", torch_xla {here.torch_xla}" if here.torch_xla else ""
         yield ok(
             f"mpistrat {here.mpistrat} ({here.folder}), Python {here.python}, mpi4py {here.mpi4py or 'missing'}, "
             f"NumPy {here.numpy}, {torch}{everywhere}."

@@ -9,9 +9,7 @@ import sys
 from contextlib import ExitStack
 from importlib.resources import files
 
-from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.tools.doctor import cuda_driver, nodes
-from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Launch
 from mpistrat.tools.doctor.mpi_library import command_of_ranks
 
@@ -68,7 +66,8 @@ def _filled(template: str, mpirun_version: str) -> str:
         ("# source ~/environments/train", f"# shellcheck source=/dev/null\nsource {venv}", venv),
         (r"srun --mpi=pmi2 .* python", f"{_launcher(mpirun_version)} python train.py", True),
     ):
-        template = re.sub(line, filled, template, count=1) if is_known else template
+        if is_known:
+            template = re.sub(line, filled, template, count=1)
     return template
 
 
@@ -93,5 +92,5 @@ def _launcher(mpirun_version: str) -> str:
 
 def _ask(*command: str) -> str:
     """Return the output of a command of Slurm; "" if there is no such command, or it does not answer."""
-    answer = ask(command, nodes.SECONDS_OF_A_COMMAND, environment_of_children())
+    answer = nodes.ask_tool(*command)
     return "" if answer.ended else answer.output + answer.errors

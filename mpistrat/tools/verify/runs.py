@@ -10,7 +10,6 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.tools.doctor.children import ask, last_words
 from mpistrat.tools.doctor.mpi_library import command_of_ranks
 from mpistrat.tools.verify import working_folder
@@ -42,7 +41,7 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
     script = asked.script
     failure = f"the run on {ranks} ranks failed"
     command = [sys.executable, "-m"]
-    environment = environment_of_children() | _ENVIRONMENT
+    environment = dict(_ENVIRONMENT)
     if ranks == 1:
         failure = "the program runs on several ranks, and refuses 1 rank, so there is nothing to compare with"
         script = asked.against or script

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import horovod.torch as hvd
 import numpy as np
 import torch
 
-from mpistrat.tools.bench.device import check_on_host
-from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.rounds import all_ranks
-from mpistrat.tools.bench.work import Step, Work, step_of
+from mpistrat.tools.bench.rounds import CannotTakePart, Contestants, all_ranks, check_on_host
+from mpistrat.tools.bench.work import Work, step_of
 
 
 def _start() -> None:
@@ -21,7 +17,7 @@ def _start() -> None:
         raise CannotTakePart(f"sees {hvd.size()} of {ranks} ranks: built without this MPI")
 
 
-def training_steps(work: Work) -> dict[str, Step]:
+def training_steps(work: Work) -> Contestants:
     check_on_host(work.device)
     _start()
     module, optimizer = work.build()
@@ -30,7 +26,7 @@ def training_steps(work: Work) -> dict[str, Step]:
     return {"Horovod": step_of(work, module, wrapped)}
 
 
-def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+def all_reduces(values: np.ndarray) -> Contestants:
     check_on_host(getattr(values, "device", "cpu"))
     _start()
     buffer = values.copy()

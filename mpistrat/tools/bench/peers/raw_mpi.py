@@ -5,7 +5,6 @@ On a device they need an MPI that was seen to take its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +14,11 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators.transports.accelerator.device_memory_proof import why_not_proven
-from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.rounds import CannotTakePart, Contestants, all_ranks
 from mpistrat.tools.bench.work import Step, Work
 
 
-def training_steps(work: Work) -> dict[str, Step]:
+def training_steps(work: Work) -> Contestants:
     _check(torch.device(work.device))
     return {"raw MPI, flat buffer": _copied(work), "raw MPI, .grad in the buffer": _in_place(work)}
 
@@ -99,7 +97,7 @@ def _in_place(work: Work) -> Step:
     return step
 
 
-def all_reduces(values: Array) -> dict[str, Callable[[], Array]]:
+def all_reduces(values: Array) -> Contestants:
     if arrays.is_on_accelerator(values):
         _check(values.device)
     result = arrays.copy(values)

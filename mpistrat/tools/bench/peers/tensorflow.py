@@ -6,17 +6,14 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import torch
 
-from mpistrat.tools.bench.device import check_on_host
-from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.rounds import all_ranks, host_of_rank
-from mpistrat.tools.bench.work import Step, Work
+from mpistrat.tools.bench.rounds import CannotTakePart, Contestants, all_ranks, check_on_host
+from mpistrat.tools.bench.work import Work
 
 
 @functools.cache
@@ -29,8 +26,11 @@ def _start() -> Any:
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     with socket.socket() as probe:
         probe.bind(("", 0))
-        address = f"{host_of_rank()}:{probe.getsockname()[1]}"
-    workers = all_ranks().all_gather_object(address)
+        host = socket.gethostname()
+        if len(set(all_ranks().all_gather_object(host))) == 1:
+            host = "127.0.0.1"
+        address = f"{host}:{probe.getsockname()[1]}"
+        workers = all_ranks().all_gather_object(address)
     task = {"type": "worker", "index": all_ranks().rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
     ring = tf.distribute.experimental.CollectiveCommunication.RING
@@ -47,7 +47,7 @@ def _perceptron(work: Work) -> list[torch.nn.Linear]:
     return layers
 
 
-def training_steps(work: Work) -> dict[str, Step]:
+def training_steps(work: Work) -> Contestants:
     """Return a step of the work's perceptron in TensorFlow, with the same weights and batch. Called by: every rank.
 
     Returns: a dict with one entry, from the contestant's name to the step.
@@ -84,7 +84,7 @@ def training_steps(work: Work) -> dict[str, Step]:
     return {"TensorFlow, ring": lambda: torch.from_numpy(np.array(compiled()))}
 
 
-def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+def all_reduces(values: np.ndarray) -> Contestants:
     check_on_host(getattr(values, "device", "cpu"))
     strategy = _start()
     tensor = tf.constant(values)

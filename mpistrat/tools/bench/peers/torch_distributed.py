@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.machine.devices import seen_accelerators
-from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.rounds import CannotTakePart, Contestants, all_ranks
 from mpistrat.tools.bench.work import Step, Work, step_of
 from mpistrat.torch_distributed.default_group import make_default_group
 
@@ -58,7 +56,7 @@ def backend_of_torch(device: str) -> str:
         raise CannotTakePart(f"this torch has no backend for {kind}") from None
 
 
-def training_steps(work: Work, backend: str = "") -> dict[str, Step]:
+def training_steps(work: Work, backend: str = "") -> Contestants:
     """Return a step of DistributedDataParallel and one of FSDP2: "DDP, gloo" and "FSDP2, gloo". Called by: every rank.
 
     Args: backend: "" for torch's own backend on the work's device, or "mpistrat".
@@ -87,7 +85,7 @@ def _fsdp2(work: Work, backend: str) -> Step:
     return step_of(work, module, torch.optim.SGD(module.parameters(), lr=0.01))
 
 
-def all_reduces(values: Array) -> dict[str, Callable[[], Array]]:
+def all_reduces(values: Array) -> Contestants:
     buffer = arrays.copy(values)
     tensor = arrays.as_tensor(buffer)
     backend = backend_of_torch(str(tensor.device))

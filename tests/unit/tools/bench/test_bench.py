@@ -14,9 +14,8 @@ from mpistrat.tools.bench import operations, pictures, sweep
 from mpistrat.tools.bench.command import main
 from mpistrat.tools.bench.command_line import number_of_bytes
 from mpistrat.tools.bench.operations import OPERATIONS
-from mpistrat.tools.bench.report import table_report, taken_on
+from mpistrat.tools.bench.report import surroundings, table_report, taken_on
 from mpistrat.tools.bench.rounds import all_ranks
-from mpistrat.tools.bench.surroundings import surroundings
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ class Broken(LocalCommunicator):
 def test_wrong_results_are_counted() -> None:
     """In the first call and in the last."""
     row = sweep.measure(operations.AllReduce, Broken(), 4096, np.dtype("float32"), calls=4)
-    assert row.wrong == 2
+    assert row["wrong"] == 2
 
 
 def test_wrong_results_fail(

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.tools.bench import peers
+from mpistrat.tools.bench import comparison
 from mpistrat.tools.bench.comparison import compare_all_reduce, compare_training, operand
-from mpistrat.tools.bench.report import table, table_report
+from mpistrat.tools.bench.report import surroundings, table, table_report
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.surroundings import surroundings
 
 
 def test_rounds() -> None:
@@ -33,18 +32,24 @@ def test_turns_last_long_enough_to_be_measured() -> None:
 
 
 def test_a_peer_that_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "PEERS", [("horovod", "no_such_package", "Horovod")])
-    assert peers.contestants("all_reduces", np.ones(3)) == ({}, {"Horovod": "not installed"})
+    monkeypatch.setattr(comparison, "PEERS", [("horovod", "no_such_package", "Horovod")])
+    assert comparison.contestants_of_peers("all_reduces", np.ones(3)) == (
+        {},
+        {"Horovod": "not installed"},
+    )
 
 
 def test_a_peer_that_cannot_take_part_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(array: np.ndarray) -> None:
-        raise peers.CannotTakePart("sees 1 of 2 ranks")
+        raise comparison.CannotTakePart("sees 1 of 2 ranks")
 
     there = types.SimpleNamespace(all_reduces=cannot)
     monkeypatch.setitem(sys.modules, "mpistrat.tools.bench.peers.horovod", there)
-    monkeypatch.setattr(peers, "PEERS", [("horovod", "numpy", "Horovod")])
-    assert peers.contestants("all_reduces", np.ones(3)) == ({}, {"Horovod": "sees 1 of 2 ranks"})
+    monkeypatch.setattr(comparison, "PEERS", [("horovod", "numpy", "Horovod")])
+    assert comparison.contestants_of_peers("all_reduces", np.ones(3)) == (
+        {},
+        {"Horovod": "sees 1 of 2 ranks"},
+    )
 
 
 def test_losses_that_differ_are_wrong() -> None:

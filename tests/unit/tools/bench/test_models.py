@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mpistrat.tools.bench.models import MODELS, model_named
-from mpistrat.tools.bench.models.resnet50 import Bottleneck
+from mpistrat.tools.bench.command_line import MODEL_NAMES
+from mpistrat.tools.bench.models import MODELS, Bottleneck
 
 # ResNet-50's: 25,557,032, as torchvision documents its weights. The others: sums of their layers' sizes.
 PARAMETERS = {
@@ -21,16 +21,20 @@ PARAMETERS = {
 }
 
 
+def test_the_command_line_offers_every_model() -> None:
+    assert tuple(MODELS) == MODEL_NAMES
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters(name: str) -> None:
-    assert sum(p.numel() for p in model_named(name).build().parameters()) == PARAMETERS[name]
+    assert sum(p.numel() for p in MODELS[name].build().parameters()) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step(name: str) -> None:
     """The loss of a model that knows nothing is that of guessing; every parameter has a part in it."""
     torch.manual_seed(0)
-    model = model_named(name)
+    model = MODELS[name]
     module = model.build()
     inputs, targets = model.synthetic_batch(2, seed=1)
     assert inputs.shape == (2, *model.input_shape)
@@ -43,14 +47,14 @@ def test_a_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
 def test_synthetic_batches(name: str) -> None:
-    model = model_named(name)
+    model = MODELS[name]
     first, again, other = (model.synthetic_batch(4, seed)[0] for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 def test_a_token_does_not_see_those_after_it() -> None:
-    model = model_named("transformer")
+    model = MODELS["transformer"]
     module = model.build().eval()
     tokens, targets = model.synthetic_batch(1, seed=0)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -64,7 +68,7 @@ def test_a_token_does_not_see_those_after_it() -> None:
 
 def test_pictures_are_halved_in_the_3x3_convolution() -> None:
     """That is what makes it v1.5; so many pixels are left in the end."""
-    module = model_named("resnet50").build()
+    module = MODELS["resnet50"].build()
     strides = [
         [
             convolution.stride

@@ -24,12 +24,12 @@ MODEL = CostModel(4, 1 << 20, Cost(10e-6, 0.1e-9, 0.05), Cost(0.0, 0.2e-9, 0.1),
 def test_predictions(nodes: int, nbytes: int, microseconds: float) -> None:
     """By hand."""
     row = predict(MODEL, nodes, nbytes, None)
-    assert row.predicted == pytest.approx(microseconds)
-    assert row.ranks == 4 * nodes
-    assert row.algbw == pytest.approx(nbytes / microseconds / 1e3)
-    assert row.busbw == pytest.approx(row.algbw * 2 * (row.ranks - 1) / row.ranks)
-    assert row.measured is row.off is None
-    assert predict(MODEL, nodes, nbytes, microseconds / 1.1).off == pytest.approx(0.1)
+    assert row["predicted"] == pytest.approx(microseconds)
+    assert row["ranks"] == 4 * nodes
+    assert row["algbw"] == pytest.approx(nbytes / microseconds / 1e3)
+    assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (row["ranks"] - 1) / row["ranks"])
+    assert row["measured"] is row["off"] is None
+    assert predict(MODEL, nodes, nbytes, microseconds / 1.1)["off"] == pytest.approx(0.1)
 
 
 def test_the_model_is_a_formula() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mpistrat.tools.bench.command_line import TORCH_CALLS
-from mpistrat.tools.bench.errors import CannotTakePart
 from mpistrat.tools.bench.peers import torch_distributed
+from mpistrat.tools.bench.rounds import CannotTakePart
 from mpistrat.tools.bench.torch_collectives import CALLS, TorchCollective, compare_call
 
 

@@ -8,11 +8,18 @@ import pytest
 
 from mpistrat.__main__ import main
 from mpistrat.tools.doctor import command
-from mpistrat.tools.doctor.command import as_text, to_json
+from mpistrat.tools.doctor.command import Outcome
 from mpistrat.tools.doctor.facts import Driver, Gpus, Job, JobFailure, Launch, as_json, from_json
-from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
-from mpistrat.tools.doctor.supervision import Outcome
-from mpistrat.tools.doctor.wording import bytes_in_words
+from mpistrat.tools.doctor.finding import (
+    OK,
+    PROBLEM,
+    WARNING,
+    Finding,
+    as_text,
+    bytes_in_words,
+    said_once,
+    to_json,
+)
 
 MakeJob = Callable[..., Job]
 

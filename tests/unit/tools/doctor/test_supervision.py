@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.tools.doctor import supervision
+from mpistrat.tools.doctor import command
+from mpistrat.tools.doctor.command import Outcome, run_rank
 from mpistrat.tools.doctor.facts import RankFacts
-from mpistrat.tools.doctor.supervision import Outcome, run_rank
 
 # In the place of `python -m mpistrat.tools.doctor.rank_process FD`
 PROGRAM = """#!{python}
@@ -25,7 +25,7 @@ def run(body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     program = folder / "program"
     program.write_text(PROGRAM.format(python=sys.executable, body=body))
     program.chmod(0o755)
-    monkeypatch.setattr(supervision.sys, "executable", str(program))
+    monkeypatch.setattr(command.sys, "executable", str(program))
     return run_rank(RankFacts(host="n1"))
 
 
@@ -79,7 +79,7 @@ def test_no_folder_that_can_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_an_end_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI_Finalize: what was told counts."""
-    monkeypatch.setattr(supervision, "SECONDS_TO_END", 0.5)
+    monkeypatch.setattr(command, "SECONDS_TO_END", 0.5)
     outcome = run("tell(rank=1)\ntime.sleep(600)", tmp_path, monkeypatch)
     assert outcome.failure is None
     assert outcome.left == "MPI_Finalize did not return within 0.5 s"
