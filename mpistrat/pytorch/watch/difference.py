@@ -15,7 +15,7 @@ _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16
 class Difference(NamedTuple):
     """How an array differs from a reference array. `str()` gives a text for messages."""
 
-    differing: int  # elements whose bits differ
+    differing: int  # elements with other bits
     elements: int
     place: tuple[int, ...]  # index of the largest difference; a NaN differs more than any number
     value: float

@@ -54,7 +54,7 @@ class Unproved:
         last: the values when the last optimizer was dropped; None before.
         present: a weak reference to a function that returns samples of the present values.
 
-    Args: action: what to do about a drift, from `settings.on_drift`.
+    Args: action: the answer to a drift, from `settings.on_drift`.
     """
 
     def __init__(self, action: str) -> None:
@@ -110,7 +110,7 @@ class Unproved:
         return FoundDrift(text, name, actions[0] == "raise")
 
     def compare_at_end_of(self, comm: MPI.Intracomm) -> None:
-        """Let the ranks of `comm` compare what is left when all programs have ended. Called by: each rank, once."""
+        """Let the ranks of `comm` compare the last samples when all programs have ended. Called by: each rank, once."""
         from mpistrat.liveness.ending.job_end import job_end
 
         action = functools.partial(self._at_end, comm)

@@ -59,7 +59,7 @@ def cause_of_split(found: Verdict, whole: Verdict) -> list[str]:
 
 
 def other_data(found: Verdict) -> str:
-    """Return the data that all ranks together got in the step; "" if they are those of the reference."""
+    """Return the data that all ranks together got in the step; "" if the reference got the same."""
     right, wanted = _data_of(found.steps(found.reference))
     examples, inputs = _data_of(found.steps(found.ranks))
     if len(examples) != len(right):

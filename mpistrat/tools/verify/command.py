@@ -22,7 +22,7 @@ def run(asked: Namespace) -> int:
     Args: asked: the options of the command line, with `launch`, the facts of this process's launcher and of Slurm.
     Returns: the exit code: 0 only if the runs are equal up to rounding; 1 if they differ; 2 if nothing was compared.
     """
-    # The nodes of an allocation share the user's folders, and not those for temporary files.
+    # The nodes of an allocation share the user's folders, and not the folders for temporary files.
     place = os.getcwd() if asked.launch.slurm else None
     with tempfile.TemporaryDirectory(prefix=".mpistrat-verify-", dir=place) as asked.folder:
         try:

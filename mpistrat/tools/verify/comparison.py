@@ -13,7 +13,7 @@ Run = list[Recording]  # of all its ranks, in their order
 # A difference is a fault if it is FACTOR times the control's largest difference so far, and above FLOOR epsilon.
 FACTOR = 100.0
 FLOOR = 512.0
-# The kinds of tensors of a step, in the order in which the program computes them.
+# The kinds of tensors of a step, in the order of the computation.
 KINDS = ("before", "gradients", "buffers", "values")
 _NONE = sample(np.zeros(0))  # stands for a tensor that a rank does not have
 

@@ -83,7 +83,7 @@ def use_gloo() -> None:
 
 
 def _save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-    """Do the work of `torch.save`, whose file is opened by C++, and so without an audit event."""
+    """Do the work of `torch.save`. Its file is opened by C++, and so without an audit event."""
     sys.audit("open", f, "wb", os.O_WRONLY)
     _torch_save(obj, f, *args, **kwargs)
 
@@ -126,7 +126,7 @@ def _no_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: Any 
 
 
 def _note_module(module: Module) -> None:
-    """Note the parts of a module, and switch off the dropout of attention and RNNs, which hand it on."""
+    """Note the parts of a module, and switch off the dropout of attention and RNNs: they hand it on."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     kind = type(inner).__name__
     if _is_shaken and _roots.get(kind) is not inner:  # before its first forward
@@ -207,7 +207,7 @@ def _note(kind: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _on_host(tensor: Any) -> np.ndarray:
-    """Return the numbers of a tensor; of a sharded tensor, those of this rank's part."""
+    """Return the numbers of a tensor; of a sharded tensor, the numbers of this rank's part."""
     if arrays.is_sharded(tensor):
         tensor = tensor.to_local()
     return arrays.to_numpy(tensor.to_dense())
