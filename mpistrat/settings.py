@@ -120,7 +120,7 @@ on_drift = Setting(
     name="MPISTRAT_ON_DRIFT",
     default="tell",
     unit="`tell`, `raise` or `off`",
-    read_by="each rank, when it builds a strategy; rank 0's value counts",
+    read_by="rank 0, when ranks mirror their first module, and at each save",
     meaning="The action when values that should be equal on all ranks have [drifted apart](divergence.md): `tell` "
     "prints a notice, once; `raise` raises `mpistrat.errors.DivergenceError` on all ranks; `off` compares nothing.",
     parse=_action,

@@ -169,10 +169,10 @@ class CheckpointManager:
             self.wait()
             self.claim()
             self.checkpoint.check_alike("save")
-            drift = divergence_at_save(self.checkpoint.strategy)
             # Some objects compute their states by a collective.
             with self._communicator.raising_together(), self._role.unchanging():
                 state = self.checkpoint.state_dict()
+            drift = divergence_at_save(self.checkpoint.strategy, state)
             if drift is not None:
                 state["classes"][DIFFERING] = drift.name
             checkpoint, files = self._prepare_save(step, state)

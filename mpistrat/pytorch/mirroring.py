@@ -53,6 +53,8 @@ class Mirroring(StrategyModules):
     ) -> None:
         self._communicator = parts.group.communicator
         self._is_alone = parts.group.num_replicas_in_sync == 1
+        several = self._communicator.size > 1
+        self._watches = watches and several and not parts.replicas.records_steps
         self._shared: SharedParameters | None = None
         slice_steps: SliceSteps | None = None
         if shared_parameters and not self._is_alone:
@@ -63,8 +65,6 @@ class Mirroring(StrategyModules):
         made_in_run = self.reducer.arrivals.made_in_run
         self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         if not self._is_alone:
-            if watches and self._communicator.size > 1 and not parts.replicas.records_steps:
-                parts.watch = Watch(self, self.recorder.roots)
             reducer.install()
             optimizers.install()
             sync_batch_norm.install()
@@ -248,6 +248,9 @@ class Mirroring(StrategyModules):
             self._register(new)
             if self._shared is not None:
                 self._shared.share([parameter for _, parameter in new.parameters], self.registry)
+            if self._watches and self.parts.watch is None:
+                # Here all ranks are together; a rank alone may have imported torch before.
+                self.parts.watch = Watch(self, self.recorder.roots)
             if self.parts.watch is not None:
                 self.parts.watch.facts.note_versions()
 

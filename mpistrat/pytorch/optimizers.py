@@ -63,7 +63,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _let_first_step(optimizer, context, hooks.has_closure(args, kwargs))
     watch = context.strategy.extended.modules.parts.watch
     if watch is not None and context.local_index == 0:
-        watch.before_step()
+        watch.before_step(optimizer)
     instead = None
     if isinstance(optimizer, torch.optim.LBFGS):  # LBFGS decides by the loss of its closure
         loss_of_all = functools.partial(_loss_of_all, reducer, context.strategy.extended)
@@ -145,7 +145,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         reducer.slice_steps.after(optimizer, args[0])
     watch = context.strategy.extended.modules.parts.watch
     if watch is not None and context.local_index == 0:
-        watch.after_step()
+        watch.after_step(optimizer)
     for parameter, gradient in _hidden.pop(id(optimizer), ()):
         parameter.grad = gradient
 

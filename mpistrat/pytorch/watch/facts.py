@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
 
 from mpistrat.pytorch.modules.registry import version
 from mpistrat.pytorch.watch import drift
@@ -29,7 +32,9 @@ class Facts:
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
         self._found: dict[str, str] = {}
-        self._reductions = 0  # at the end of the last step
+        self._reductions = weakref.WeakKeyDictionary[
+            Optimizer, int
+        ]()  # at the end of the last step
         self._unreduced_steps = 0
         self._versions: list[int] = []  # of each parameter, when `note_versions` was called
 
@@ -39,14 +44,14 @@ class Facts:
             return []
         return self._reducer.registry.parameters()
 
-    def before_step(self) -> bool:
+    def before_step(self, optimizer: Optimizer) -> bool:
         """Note facts about the step that begins. Returns: whether samples are due after it.
 
-        A step without a reduction since the step before is due if it is the 1st, 2nd, 4th, … such step.
+        A step without a reduction since the optimizer's step before is due if it is the 1st, 2nd, 4th, … such step.
         """
         step = self._reducer.steps + 1
         due = is_due(step)
-        is_unreduced = self._reductions == self._reducer.reductions
+        is_unreduced = self._reductions.get(optimizer, 0) == self._reducer.reductions
         if is_unreduced:
             self._unreduced_steps += 1
             due = due or is_due(self._unreduced_steps)
@@ -64,8 +69,8 @@ class Facts:
             self._versions = []
         return due
 
-    def after_step(self) -> None:
-        self._reductions = self._reducer.reductions
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._reductions[optimizer] = self._reducer.reductions
         if is_due(self._reducer.steps + 1):
             self.note_versions()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from mpistrat import arrays
+from mpistrat import arrays, nest
 from mpistrat.context import AnyStrategy
 from mpistrat.pytorch.modules.differing import may_differ
 from mpistrat.pytorch.watch.keys import (
@@ -73,19 +73,25 @@ def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
         if key[0] != VARIABLE:
             found[key] = thing
     exempt = may_differ()
-    for number, root in enumerate(roots):
+    slots = {id(parameter): index for index, _, parameter in _slots(modules)}
+    for root in roots:
+        # The slot tells modules apart. A rank may keep modules that other ranks have dropped.
+        numbers = [slots[id(p)] for p in root.parameters() if id(p) in slots]
         for path, module in root.named_modules(prefix=type(root).__name__):
-            if id(module) not in exempt:
+            if numbers and id(module) not in exempt:
                 thing = MirroredThing(f"{path}.training", [module.training])
-                found[TRAINING, number, path] = thing
+                found[TRAINING, numbers[0], path] = thing
     return found
 
 
-def state_at_save(strategy: AnyStrategy) -> State:
-    """Return the arrays that must be equal at a save, in the order of keys."""
+def state_at_save(strategy: AnyStrategy, saved: Any) -> State:
+    """Return the arrays that must be equal at a save, in the order of keys: variables, and tensors in `saved`."""
     found: State = {}
+    addresses = {leaf.data_ptr() for leaf in nest.flatten(saved) if arrays.is_torch(leaf)}
     for key, thing in _watched(strategy):
-        if arrays.is_array(thing.copies[0]):
+        value = thing.copies[0]
+        is_saved = not arrays.is_torch(value) or value.data_ptr() in addresses
+        if is_saved and arrays.is_array(value):
             found[key] = thing
     return found
 
@@ -141,7 +147,7 @@ def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]
         name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
         for place, owner, state in _states_of(optimizer, slots):
             for key, value in state.items():
-                if key != "params" and is_comparable(value):
+                if is_comparable(value):
                     thing = MirroredThing(f"{name}: {key} of {owner}", [value])
                     yield (OPTIMIZER, number, *place, str(key)), thing
 
@@ -158,7 +164,9 @@ def _states_of(
         members = [slots[id(p)][0] for p in group["params"] if id(p) in slots]
         # Ranks may train other parameters each, and send each other the values. Then the groups differ.
         if members or not group["params"]:
-            yield (OF_GROUP, g, tuple(members)), f"group {g}", group
+            # Other entries, such as a time, are the program's own.
+            options = {key: group.get(key) for key in optimizer.defaults}
+            yield (OF_GROUP, g, tuple(members)), f"group {g}", options
     for parameter, state in list(optimizer.state.items()):
         if id(parameter) in slots and isinstance(state, dict):
             index, name = slots[id(parameter)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 from mpistrat import settings
 from mpistrat.context import AnyStrategy
@@ -15,7 +17,7 @@ _ROUNDINGS = 64  # of an array in a step, as `Difference.roundings` has them
 _with_rounding: weakref.WeakSet[AnyStrategy] = weakref.WeakSet()  # rank 0 has told of them
 
 
-def divergence_at_save(strategy: AnyStrategy) -> DivergenceError | None:
+def divergence_at_save(strategy: AnyStrategy, saved: Mapping[str, Any]) -> DivergenceError | None:
     """Compare all bits of arrays. `Checkpoint.check_alike` compares numbers. Collective.
 
     A program without torch has variables alone. Rank 0 tells once of differences that are no larger than rounding, as
@@ -25,14 +27,15 @@ def divergence_at_save(strategy: AnyStrategy) -> DivergenceError | None:
     """
     extended = strategy.extended
     watch = extended.modules.parts.watch
-    compares = watch is not None or (
-        extended.modules.made is None and extended.checkpoints.all_take_part
-    )
-    if not compares or settings.on_drift() == "off":
+    # Other ranks must decide alike, though a rank alone may have imported torch.
+    if not extended.checkpoints.all_take_part or extended.modules.parts.replicas.records_steps:
         return None
     communicator = extended.communicator
+    action = communicator.broadcast_object(settings.on_drift(), label="MPISTRAT_ON_DRIFT")
+    if action == "off":
+        return None
     with communicator.raising_together():
-        comparison = StateComparison(communicator, state_at_save(strategy))
+        comparison = StateComparison(communicator, state_at_save(strategy, saved))
     greatest = comparison.exchange()
     steps = strategy.runs
     if watch is not None:

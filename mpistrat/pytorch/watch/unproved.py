@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 import zlib
@@ -111,10 +112,14 @@ class Unproved:
 
     def compare_at_end_of(self, comm: MPI.Intracomm) -> None:
         """Let the ranks of `comm` compare the last samples when all programs have ended. Called by: each rank, once."""
+        from mpi4py import MPI
+
         from mpistrat.liveness.ending.job_end import job_end
 
-        action = functools.partial(self._at_end, comm)
-        job_end().call_last(action)
+        # Without MPI_THREAD_MULTIPLE no rank knows when the programs of the others end.
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            action = functools.partial(self._at_end, comm)
+            job_end().call_last(action)
 
     def _at_end(self, comm: MPI.Intracomm) -> None:
         from mpi4py import MPI
@@ -125,11 +130,20 @@ class Unproved:
             return
         checksum = self.checksum(len(self.steps))
         words = np.array([checksum, -checksum], np.int32)
-        request = comm.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)
-        has_come = soon(request.Test, RANK_WAITS_TO_COMPARE_AT_ITS_END)
+        self._request = comm.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)  # it may end in MPI_Finalize
+        has_come = soon(self._request.Test, RANK_WAITS_TO_COMPARE_AT_ITS_END)
         if not has_come or words[0] == -words[1]:
             return
-        found = self.find(len(self.steps), comm.allgather)
+
+        def gather(value: Any) -> list[Any]:
+            self._request = comm.Ibarrier()
+            if not soon(self._request.Test, RANK_WAITS_TO_COMPARE_AT_ITS_END):
+                raise TimeoutError
+            return comm.allgather(value)
+
+        found = None
+        with contextlib.suppress(Exception):  # a rank that fails here does not hang the others
+            found = self.find(len(self.steps), gather)
         if found is not None and comm.rank == 0:
             if found.is_error:
                 job_end().end_job(found.text, 1)

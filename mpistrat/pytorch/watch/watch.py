@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mpistrat.communicators.router import Router
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 
+_MOST_UNPROVED = 32
+
 
 class Watch:
     """Compares the ranks of a strategy.
@@ -51,22 +53,24 @@ class Watch:
         self._parts = modules.parts
         self._reducer = modules.reducer
         self._communicator = cast("Router", modules.parts.group.communicator)
-        action = settings.on_drift()
+        action = self._communicator.broadcast_object(settings.on_drift(), label="MPISTRAT_ON_DRIFT")
         self._is_over = action == "off"
         self._unproved = Unproved(action)
         self._unproved.present = weakref.WeakMethod(self._present)
-        self._unproved.compare_at_end_of(self._communicator.mpi.comm)
+        if not self._is_over:
+            self._unproved.compare_at_end_of(self._communicator.mpi.comm)
         self.facts = Facts(modules.reducer)
+        self._all_are_offered = True
         self._offered = 0  # so many of the first sampled steps are in `ModuleParts.watched`
         self._sampled_at = 0  # the step of the last samples
         self._gradients: Samples | None = None  # taken before a step
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note facts, and take samples of gradients if the step is due. Not collective.
 
         Called by: the hook before each optimizer step, for this rank's first replica.
         """
-        if self._is_over or not self.facts.before_step():
+        if self._is_over or not self.facts.before_step(optimizer):
             return
         parameters = self.facts.parameters()
         if parameters and is_capturing(parameters[0]):
@@ -77,23 +81,23 @@ class Watch:
                 gradients[PARAMETER, slot] = parameter.grad
         self._gradients = Samples(gradients, self._reducer.steps)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take samples if the step is due. Called by: the hook after each optimizer step. Not collective."""
         if self._is_over:
             return
         if self._gradients is not None:
-            self._take(self._gradients)
+            self._take(self._gradients, self._roots())
             self._gradients = None
-        if self._unproved.steps:
+        if not self._all_are_offered:
             self._offer()
-        self.facts.after_step()
+        self.facts.after_step(optimizer)
 
     def after_loader(self) -> None:
         """Take samples if there was a step since the last samples. Called by: the end of a loader. Not collective."""
         if self._is_over:
             return
         if self._sampled_at < self._reducer.steps:
-            self._take(Samples({}, 0))
+            self._take(Samples({}, 0), [])  # a rank alone may evaluate at the end of an epoch
             self._offer()
         self.facts.note_versions()
 
@@ -106,19 +110,19 @@ class Watch:
         if self._unproved.steps:
             self._unproved.last = self._present()
 
-    def _take(self, gradients: Samples) -> None:
+    def _take(self, gradients: Samples, roots: Iterable[torch.nn.Module]) -> None:
         self._sampled_at = self._reducer.steps
-        things = self._things()
+        self._all_are_offered = False
+        things = state_after_step(self._modules, roots)
         names = {key: thing.name for key, thing in things.items()}
         values = _samples(things, self._sampled_at)
         taken = SampledStep(self._sampled_at, names, values, gradients, self.facts.taken())
+        # Where a program has no agreement, the first and the last stay.
+        del self._unproved.steps[_MOST_UNPROVED:]
         self._unproved.steps.append(taken)
 
     def _present(self) -> Samples:
-        return _samples(self._things(), 0)
-
-    def _things(self) -> State:
-        return state_after_step(self._modules, self._roots())
+        return _samples(state_after_step(self._modules, self._roots()), 0)
 
     def _offer(self) -> None:
         """Give the next agreement the number of the last step with samples on the host, and a checksum up to it.
@@ -126,6 +130,7 @@ class Watch:
         A device of another rank may be late. So the ranks compare the checksums only if all have the same number.
         """
         self._offered = self._unproved.arrived()
+        self._all_are_offered = self._offered == len(self._unproved.steps)
         self._parts.watched = NO_WORDS
         if self._offered:
             step = self._unproved.steps[self._offered - 1].step
