@@ -52,7 +52,7 @@ class Unproved:
     Attributes:
         steps: the sampled steps, in their order.
         equal_after: the last step that left all equal, as far as the ranks have compared.
-        last: the values when the last optimizer was dropped; None before.
+        last: the values when an optimizer was dropped; {} before.
         present: a weak reference to a function that returns samples of the present values.
 
     Args: action: the answer to a drift, from `settings.on_drift`.
@@ -62,7 +62,7 @@ class Unproved:
         self._action = action
         self.steps: list[SampledStep] = []
         self.equal_after = 0
-        self.last: Samples | None = None
+        self.last: drift.Values = {}
         self.present: weakref.WeakMethod[Callable[[], Samples]]
 
     def arrived(self) -> int:
@@ -86,9 +86,7 @@ class Unproved:
         """
         steps = self.steps[:count]
         del self.steps[:count]
-        now: dict[Key, Any] = {}
-        if self.last is not None:
-            now.update(self.last.by_key())
+        now = dict(self.last)
         present = self.present()
         if present is not None:
             now.update(present().by_key())

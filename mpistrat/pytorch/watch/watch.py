@@ -48,7 +48,6 @@ class Watch:
         self, modules: StrategyModules, roots: Callable[[], Iterable[torch.nn.Module]]
     ) -> None:
         self._modules = modules
-        self._strategy = modules.parts.strategy
         self._roots = roots
         self._parts = modules.parts
         self._reducer = modules.reducer
@@ -60,7 +59,6 @@ class Watch:
         if not self._is_over:
             self._unproved.compare_at_end_of(self._communicator.mpi.comm)
         self.facts = Facts(modules.reducer)
-        self._all_are_offered = True
         self._offered = 0  # so many of the first sampled steps are in `ModuleParts.watched`
         self._sampled_at = 0  # the step of the last samples
         self._gradients: Samples | None = None  # taken before a step
@@ -88,7 +86,7 @@ class Watch:
         if self._gradients is not None:
             self._take(self._gradients, self._roots())
             self._gradients = None
-        if not self._all_are_offered:
+        if self._offered < len(self._unproved.steps):
             self._offer()
         self.facts.after_step(optimizer)
 
@@ -108,11 +106,11 @@ class Watch:
     def keep_last(self) -> None:
         """Keep samples of the parameters that a dropped optimizer still holds, for the end of the program."""
         if self._unproved.steps:
-            self._unproved.last = self._present()
+            self._unproved.last = self._present().by_key()
 
     def _take(self, gradients: Samples, roots: Iterable[torch.nn.Module]) -> None:
         self._sampled_at = self._reducer.steps
-        self._all_are_offered = False
+        self._offered = 0
         things = state_after_step(self._modules, roots)
         names = {key: thing.name for key, thing in things.items()}
         values = _samples(things, self._sampled_at)
@@ -130,7 +128,6 @@ class Watch:
         A device of another rank may be late. So the ranks compare the checksums only if all have the same number.
         """
         self._offered = self._unproved.arrived()
-        self._all_are_offered = self._offered == len(self._unproved.steps)
         self._parts.watched = NO_WORDS
         if self._offered:
             step = self._unproved.steps[self._offered - 1].step
@@ -181,7 +178,4 @@ def _keep_last(reference: weakref.ref[Watch]) -> None:
 
 
 def _samples(things: State, turn: int) -> Samples:
-    firsts = {}
-    for key, thing in things.items():
-        firsts[key] = thing.copies[0]
-    return Samples(firsts, turn)
+    return Samples({key: thing.copies[0] for key, thing in things.items()}, turn)
