@@ -44,9 +44,8 @@ def divergence_at_save(strategy: AnyStrategy, saved: Mapping[str, Any]) -> Diver
     error = comparison.divergence(greatest, when, _ROUNDINGS * max(1, steps) ** 0.5)
     if error is not None and watch is not None:
         watch.find_cause()
-    if error is None and comparison.names:
-        is_first = strategy not in _with_rounding
+    is_told = strategy in _with_rounding or communicator.rank > 0
+    if error is None and comparison.names and not is_told:
         _with_rounding.add(strategy)
-        if is_first and communicator.rank == 0:
-            tell(f"{comparison.names[0]} differs in the last bits between ranks, {when}")
+        tell(f"{comparison.names[0]} differs in the last bits between ranks, {when}")
     return error

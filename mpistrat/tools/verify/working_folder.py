@@ -15,10 +15,6 @@ _FREE = re.compile(r"/(dev|proc|sys)/|/memfd:|.*/(\.cache|\.triton|__pycache__)/
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # The audit events of calls that write or replace a file, and the number of the argument that has its path.
 _CHANGES = {"open": 0, "os.truncate": 0, "os.remove": 0, "shutil.rmtree": 0, "os.rename": 1}
-_FOLLOWS = (
-    "open",
-    "os.truncate",
-)  # these change the file that a link leads to, and the others the link
 
 
 def fill(folder: Path, source: Path, left: int = MOST_LINKS) -> int:
@@ -67,7 +63,8 @@ def guard(recording: Recording, folder: str) -> None:
         if reads or in_folder or not isinstance(path, (str, bytes, os.PathLike)):
             return
         real = os.path.realpath(os.fsdecode(path))
-        changed = real if event in _FOLLOWS else path
+        # These change the file that a link leads to, and the others the link.
+        changed = real if event in ("open", "os.truncate") else path
         if _FREE.match(real) or real in recording.outside:
             return
         if os.path.lexists(changed):
