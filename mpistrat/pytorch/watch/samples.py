@@ -83,14 +83,10 @@ class Samples:
 
 
 def _part_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """Return elements of `tensor`, 1-D, without a copy where its memory has no gaps."""
+    """Return elements of `tensor`, 1-D; a view of it, if it is contiguous."""
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_contiguous():
-        # In the order of memory a dense tensor needs no copy, whatever its memory format.
-        strides = tensor.stride()
-        tensor = tensor.permute(sorted(range(tensor.ndim), key=strides.__getitem__, reverse=True))
     step = max(1, tensor.numel() // _ELEMENTS)
     return tensor.reshape(-1)[turn * _PRIME % step :: step]

@@ -32,11 +32,6 @@ class SampledStep(NamedTuple):
     gradients: Samples
     facts: dict[str, str]
 
-    def sent(self) -> drift.Evidence:
-        values = self.values.by_key()
-        gradients = self.gradients.by_key()
-        return drift.Evidence(self.step, values, gradients, self.facts)
-
 
 class FoundDrift(NamedTuple):
     """A drift in words, the name of the first value that differs, and whether it is to be an error."""
@@ -91,9 +86,13 @@ class Unproved:
         if present is not None:
             now.update(present().by_key())
         generator = zlib.crc32(torch.get_rng_state().numpy().data)
-        mine = [taken.sent() for taken in steps], now, generator, self._action
-        evidence, values, generators, actions = zip(*gather(mine), strict=True)
-        found = drift.first_drift(evidence, values, self.equal_after, set(generators))
+        evidence = []
+        for taken in steps:
+            values = taken.values.by_key()
+            gradients = taken.gradients.by_key()
+            evidence.append(drift.Evidence(taken.step, values, gradients, taken.facts))
+        of_ranks, now_of_ranks, generators = zip(*gather((evidence, now, generator)), strict=True)
+        found = drift.first_drift(of_ranks, now_of_ranks, self.equal_after, set(generators))
         if found is None:
             return None
         key = found.keys[0]
@@ -106,7 +105,7 @@ class Unproved:
             f"between optimizer steps {between}; the likely cause: {found.cause}. Make the ranks equal there, or call "
             "mpistrat.may_differ(module) if they may differ"
         )
-        return FoundDrift(text, name, actions[0] == "raise")
+        return FoundDrift(text, name, self._action == "raise")
 
     def compare_at_end_of(self, comm: MPI.Intracomm) -> None:
         """Let the ranks of `comm` compare the last samples when all programs have ended. Called by: each rank, once."""
