@@ -392,9 +392,9 @@ class FailureDetector:
             # launcher may kill a rank that has announced its exit.
             announced_or_0 = (rank.record.exits or rank.status in (0, None) for rank in unexplained)
             return all(announced_or_0) and not calls_differ(ranks)
-        returned_0 = all(rank.status == 0 for rank in unexplained)
+        statuses = {rank.status for rank in unexplained}
         is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
-        return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
+        return statuses <= {0} and is_early and awaited(ranks).isdisjoint(unexplained)
 
     def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks if rank.record.state == state]
@@ -458,7 +458,7 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     Args: deaths: the dead ranks, at least one, in the order in which the kernel reported them. This order counts if
         the files of a rank were not seen to close.
     """
-    if all(rank.closed for rank in deaths):
+    if 0 not in [rank.closed for rank in deaths]:
         deaths = sorted(deaths, key=operator.attrgetter("closed"))
     ended_themselves = [
         rank
