@@ -352,8 +352,8 @@ class StrategyExtended(abc.ABC):
             ...     with strategy.extended.colocate_vars_with(weight):
             ...         bias = ms.Variable(0.0)
         """
-        mode = per_thread.modes[-1] if per_thread.modes else None
-        if mode is None or mode.strategy is not self.strategy:
+        innermost = [mode.strategy for mode in per_thread.modes[-1:]]
+        if self.strategy not in innermost:
             raise RuntimeError("colocate_vars_with must be called inside this strategy's scope()")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError(
