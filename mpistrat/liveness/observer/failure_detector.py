@@ -211,12 +211,9 @@ class Wait:
 
     def lasts(self) -> bool:
         """Whether one of the ranks in `inside` is still in this collective, by its present record."""
-        call = (self.slot.group, self.slot.calls)
-        for rank in self.inside:
-            for slot in rank.record.slots():
-                if slot.since and (slot.group, slot.calls) == call:
-                    return True
-        return False
+        slots = itertools.chain(*(rank.record.slots() for rank in self.inside))
+        entered = {(slot.group, slot.calls) for slot in slots if slot.since}
+        return (self.slot.group, self.slot.calls) in entered
 
 
 def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
