@@ -107,7 +107,7 @@ class ClusterSpec:
         return self._jobs == other._jobs if isinstance(other, ClusterSpec) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(frozenset((job, frozenset(tasks.items())) for job, tasks in self._jobs.items()))
+        return hash(frozenset(self._jobs))
 
     def __repr__(self) -> str:
         return f"ClusterSpec({dict(sorted(self.as_dict().items()))!r})"

@@ -277,7 +277,7 @@ def _deciding_claim(
             return claim
         if world_size == claims[0].size == 1 and _denies_that_it_is_alone(claim, environ):
             return claim
-    return claims[0] if claims else None
+    return next(iter(claims), None)
 
 
 def check_alone(environ: Environment, why_no_mpi: str) -> None:

@@ -38,12 +38,13 @@ class LocalCommunicator(Communicator):
         cause: Exception | None = None,
         follows: bool = False,
     ) -> None:
-        target = buffer if out is None else out
+        target = buffer
         reduction = as_reduction(reduction)
         check_reduction(reduction.op, reduction.scale, buffer)
         if out is not None:
             check_out(buffer, out)
-            out[...] = buffer
+            target = out
+            target[...] = buffer
         if reduction.scale is not None:
             target *= reduction.scale
 

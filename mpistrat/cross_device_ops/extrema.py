@@ -55,7 +55,7 @@ def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
         of complex numbers.
     """
     values = accumulation.operands(components)
-    if any(isinstance(value, IndexedSlices) for value in values):
+    if IndexedSlices in {type(value) for value in values}:
         raise NotImplementedError(
             f"IndexedSlices have sums and means, and no {op.name}: make them dense arrays first"
         )

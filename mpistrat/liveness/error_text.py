@@ -53,10 +53,12 @@ def advice_for(error: BaseException, rank: int) -> str:
     advice = getattr(error, "raised_by_rank", "")
     heading = ""
     if not advice:
-        kinds = (
-            kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__
-        )
-        heading = next(map(" (docs/troubleshooting.md: {})".format, kinds), "")
+        headings = [
+            f" (docs/troubleshooting.md: {kind.__name__})"
+            for kind in type(error).__mro__
+            if kind.__module__ == errors.__name__
+        ]
+        heading = "".join(headings[:1])
         text = message_of(error) or type(error).__name__
         innermost = ["", *places_of(error)][-1]
         if innermost.startswith(PACKAGE):

@@ -22,6 +22,7 @@ RUNS = frozenset("RSD")
 DEAD = frozenset(("Z", "X", ""))
 AS_LAUNCHERS_KILL = (signal.SIGKILL, signal.SIGTERM)  # wait statuses; other programs may kill alike
 _STATES = {
+    "": "gone",
     "R": "running",
     "S": "sleeping",
     "D": "waiting for a device or file system (state D)",
@@ -79,7 +80,7 @@ def is_exiting(pid: int) -> bool:
 
 
 def describe_state(letter: str) -> str:
-    return _STATES.get(letter, f"in state {letter}") if letter else "gone"
+    return _STATES.get(letter, f"in state {letter}")
 
 
 def cpu_seconds(pid: int) -> float:
@@ -185,7 +186,7 @@ def has_children(pid: int) -> bool:
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             children = _read(pid, f"task/{thread}/children").split()
-            if {*map(int, children)} - {os.getpid()}:
+            if {*children} - {str(os.getpid())}:
                 return True
     return False
 
@@ -222,8 +223,8 @@ def _pmix_namespace(pid: int) -> str:
 
     The process may since have removed the variable from its environment; the result is the same.
     """
-    variables = _read(pid, "environ").split("\0")
-    return next((each for each in variables if each.startswith("PMIX_NAMESPACE=")), "")
+    variables = re.findall(r"(?:^|\0)(PMIX_NAMESPACE=[^\0]*)", _read(pid, "environ"))
+    return "".join(variables[:1])
 
 
 def _ancestors(pid: int) -> Iterator[tuple[int, str]]:

@@ -236,7 +236,8 @@ class GivenSteps:
 
     def _is_uneven(self, sizes: set[int]) -> bool:
         """Whether a step of one of these sizes has parts of different sizes."""
-        return any(size % self._num_replicas for size in sizes)
+        rests = {size % self._num_replicas for size in sizes}
+        return not rests <= {0}
 
     def _tell_of_other_sizes(self, current: list[_Iteration]) -> None:
         """Let rank 0 warn that the loss may come from another step than the last step of the iterators in `current`."""

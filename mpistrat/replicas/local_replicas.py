@@ -160,8 +160,7 @@ class _Run:
                 self._let_others_run(to_meeting=False)
         except BaseException as error:
             self._error = self._error or error
-        if self._error is not None:
-            self._stop()
+        self._stop()
         self._switch_to(0)
         for state in self._replicas.states:
             state.end()

@@ -199,7 +199,7 @@ class ReplicaContext:
         extended = self._strategy.extended
         whole = arrays.is_array(value)
         flat, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
-        if any(isinstance(leaf, IndexedSlices) for leaf in flat):
+        if IndexedSlices in {type(leaf) for leaf in flat}:
             extended.communicator.raise_together(
                 NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")
             )

@@ -55,8 +55,9 @@ class Replicas:
         self.count = group.num_local_replicas
         self.devices = group.worker_devices
         parameter_device = parameter_device or group.worker_devices[0]
-        on_host = all(d.startswith("cpu") for d in (parameter_device, *group.worker_devices))
-        self.device_of_modules = None if on_host else parameter_device
+        devices = [parameter_device, *group.worker_devices]
+        kinds = {device.partition(":")[0] for device in devices}
+        self.device_of_modules = None if kinds == {"cpu"} else parameter_device
         self._turns = LocalReplicas(self.count)
         self.states = self._turns.states
         self.at_turn_end: list[Callable[[int], None]] = []

@@ -301,7 +301,7 @@ class StrategyExtended(abc.ABC):
         def create(strategy: AnyStrategy, initial: Any) -> Variable:
             return self.variables.create(asked._replace(initial_value=select_replica(0, initial)))
 
-        context = get_replica_context() if has_strategy() else None
+        context = _context_of_replica()
         if context is None:
             return create(self.strategy, initial_value)
         return context.merge_call(create, (initial_value,))
@@ -352,8 +352,8 @@ class StrategyExtended(abc.ABC):
             ...     with strategy.extended.colocate_vars_with(weight):
             ...         bias = ms.Variable(0.0)
         """
-        mode = per_thread.modes[-1] if per_thread.modes else None
-        if mode is None or mode.strategy is not self.strategy:
+        innermost = [mode.strategy for mode in per_thread.modes[-1:]]
+        if self.strategy not in innermost:
             raise RuntimeError("colocate_vars_with must be called inside this strategy's scope()")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError(
@@ -391,7 +391,7 @@ class StrategyExtended(abc.ABC):
         """
         check_call("update", fn, args, kwargs)
         keywords = dict(kwargs or {})
-        context = get_replica_context() if has_strategy() else None
+        context = _context_of_replica()
         if context is not None:
 
             def merge(strategy: AnyStrategy, *merged: Any, **merged_keywords: Any) -> Any:
@@ -540,6 +540,11 @@ class StrategyExtended(abc.ABC):
         if isinstance(tensor, (int, float)):
             return tensor
         return self.cross_replica_ops.broadcast(tensor, destinations)
+
+
+def _context_of_replica() -> Any:
+    """Return the context of the replica that this thread runs; None across replicas, and without a strategy."""
+    return get_replica_context() if has_strategy() else None
 
 
 def _parsed(reduce_op: Any) -> ReduceOp:

@@ -208,7 +208,7 @@ def _of_components(topology: Topology, components: Sequence[Any], chief: bool) -
 
 
 def _of_servers(topology: Topology, servers: Sequence[int], chiefs: Sequence[int]) -> JobRoles:
-    workers = [rank for rank in range(topology.size) if rank not in {*servers, *chiefs}]
+    workers = sorted({*range(topology.size)}.difference(servers, chiefs))
     tasks = {"chief": chiefs, "worker": workers, "ps": sorted(servers)}
     ranks = {job: tuple(found) for job, found in tasks.items() if found}
     hosts = topology.hosts or ("localhost",) * topology.num_nodes

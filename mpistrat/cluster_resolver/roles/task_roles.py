@@ -29,7 +29,7 @@ def normalize_cluster_spec(cluster_spec: Cluster) -> ClusterSpec:
 
 def task_count(cluster_spec: Cluster, task_type: str) -> int:
     spec = normalize_cluster_spec(cluster_spec)
-    return spec.num_tasks(task_type) if task_type in spec.jobs else 0
+    return len(spec.as_dict().get(task_type, ()))
 
 
 def checked_cluster(cluster_spec: Cluster) -> ClusterSpec:

@@ -7,8 +7,8 @@ import re
 MOST_HOSTS = 1 << 20  # a longer list is a typing error, because Slurm stops at 65,533 nodes
 
 _PART = re.compile(r"(?=.)([^,\[\]\s]*)(?:\[([^\[\]\s]*)\])?")  # "n1", "n[13,41]", "n[001,007-015]"
-# The text between commas that are outside brackets.
-_BETWEEN_COMMAS = re.compile(r"(?:^|,)((?:[^,\[]|\[[^\]]*\]?)*)")
+# The text between commas that are outside brackets; no match in an empty text.
+_BETWEEN_COMMAS = re.compile(r"(?:^(?!\Z)|,)((?:[^,\[]|\[[^\]]*\]?)*)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")  # "7", "007-015"
 _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")  # "2", "2(x3)"
 
@@ -21,7 +21,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     Raises: ValueError for any other text, and for more than 2**20 hosts.
     """
     hosts: list[str] = []
-    for part in _BETWEEN_COMMAS.findall(hostlist) if hostlist else ():
+    for part in _BETWEEN_COMMAS.findall(hostlist):
         match = _PART.fullmatch(part)
         if match is None:
             raise ValueError(

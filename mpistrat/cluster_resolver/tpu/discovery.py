@@ -98,7 +98,8 @@ class _Found:
         return int(text)
 
     def addresses(self) -> tuple[str, ...]:
-        return tuple(item.strip() for item in self.get("addresses").split(",") if item.strip())
+        between_commas = r"[^,\s](?:[^,]*[^,\s])?"  # without the spaces around an address
+        return tuple(re.findall(between_commas, self.get("addresses")))
 
 
 _FIX = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 Bounds = tuple[int, int, int]
 
 # "v4-16", "v5litepod-16", "v5p-8", "v6e-4", "tpu7x-32": a generation, and the slice's number of cores or chips
-_ACCELERATOR_TYPE = re.compile(r"(?:v|tpu)([0-9]{1,2})([A-Za-z]{0,7})-([0-9]{1,6})")
+_ACCELERATOR_TYPE = re.compile(r"(?:v|tpu)([0-9]{1,2})([A-Za-z]{0,7})-(?!0+$)([0-9]{1,6})")
 _COUNTED_BY_CORES = ("2", "3", "4", "5p", "7x")  # v4-16 is 16 cores on 8 chips
 _COUNTED_BY_CHIPS = ("5e", "5lite", "5litepod", "6e")  # v5litepod-16 is 16 chips
 # By generation; other generations have 1.
@@ -125,7 +125,7 @@ def _parts(accelerator_type: str) -> tuple[str, str, int]:
     Raises: ValueError if the type cannot be read.
     """
     match = _ACCELERATOR_TYPE.fullmatch(accelerator_type)
-    if not match or int(match[3]) < 1:
+    if match is None:
         raise ValueError(
             f"{accelerator_type!r:.80} is no accelerator type: expected one such as v4-16, v5litepod-16 or v5p-8"
         )

@@ -105,8 +105,9 @@ class ExitGroup:
 
     def tell(self, message: Raise) -> None:
         """Send `message` to all other ranks of the group, unless the group has lost a rank. Does not wait."""
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank and not self.lost:
+        others = {*range(self._comm.size)} - {self._comm.rank}
+        for rank in sorted(others):
+            if not self.lost:
                 self._send(message, rank)
 
     def leave(self, end: ProgramExit) -> None:

@@ -211,12 +211,9 @@ class Wait:
 
     def lasts(self) -> bool:
         """Whether one of the ranks in `inside` is still in this collective, by its present record."""
-        call = (self.slot.group, self.slot.calls)
-        for rank in self.inside:
-            for slot in rank.record.slots():
-                if slot.since and (slot.group, slot.calls) == call:
-                    return True
-        return False
+        slots = itertools.chain(*(rank.record.slots() for rank in self.inside))
+        entered = {(slot.group, slot.calls) for slot in slots if slot.since}
+        return (self.slot.group, self.slot.calls) in entered
 
 
 def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
@@ -392,9 +389,9 @@ class FailureDetector:
             # launcher may kill a rank that has announced its exit.
             announced_or_0 = (rank.record.exits or rank.status in (0, None) for rank in unexplained)
             return all(announced_or_0) and not calls_differ(ranks)
-        returned_0 = all(rank.status == 0 for rank in unexplained)
+        statuses = {rank.status for rank in unexplained}
         is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
-        return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
+        return statuses <= {0} and is_early and awaited(ranks).isdisjoint(unexplained)
 
     def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks if rank.record.state == state]
@@ -458,7 +455,7 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     Args: deaths: the dead ranks, at least one, in the order in which the kernel reported them. This order counts if
         the files of a rank were not seen to close.
     """
-    if all(rank.closed for rank in deaths):
+    if 0 not in [rank.closed for rank in deaths]:
         deaths = sorted(deaths, key=operator.attrgetter("closed"))
     ended_themselves = [
         rank

@@ -249,11 +249,10 @@ def _last_words(rank: ObservedRank, group: int | None = None) -> str:
 
 
 def _describe(rank: ObservedRank, entry: CallEntry) -> str:
-    slots = rank.record.slots()
-    inside = any(slot.base == entry.slot and slot.since for slot in slots)
+    since_of = {slot.base: slot.since for slot in rank.record.slots()}
     ago = (time.monotonic_ns() - entry.entered) / 1e9
     verb = "had finished"
-    if inside:
+    if since_of.get(entry.slot):
         verb = "was in" if rank.dead else "is in"
     call = f"{entry.call}\n      at {entry.site}"
     return f"{verb} collective number {entry.number}, entered {ago:.1f} s ago: {call}"

@@ -27,19 +27,19 @@ class StderrProxy:
         self._file: int | None = None
         self.owner: int | None = None
 
-    def borrow(self, pids: Iterable[int]) -> bool:
+    def borrow(self, pids: Iterable[int]) -> int | None:
         """Open the stderr of the first process in `pids` that has a usable stderr, unless a stderr is open already.
 
         /dev/null, a deleted file, and a file that this process may not open, are not usable.
 
-        Returns: whether a stderr is open now.
+        Returns: the file descriptor of the open stderr; None if no stderr is open now.
         """
         for pid in pids if self._file is None else ():
             self._file = _stderr_of(pid)
             self.owner = pid
             if self._file is not None:
                 break
-        return self._file is not None
+        return self._file
 
     def say(self, text: str, pids: Iterable[int]) -> bool:
         """Write `text` to the open stderr; if that fails, to the stderr of the first process in `pids` that works.
@@ -47,8 +47,8 @@ class StderrProxy:
         Returns: whether the text was written.
         """
         candidates = iter(pids)
-        while self.borrow(candidates):
-            if write(self._file or 0, text):
+        while (file := self.borrow(candidates)) is not None:
+            if write(file, text):
                 return True
             self.give_back()
         return False

@@ -77,10 +77,13 @@ class FailureLog:
         self._rank = rank
         self._size = size
         self._nodes = nodes
-        follows = nodes is not None and not nodes.is_first_node
-        self._patience = deadlines.RANK_WAITS_FOR_FIRST_NODE_TO_PRINT if follows else 0.0
-        self._pause = deadlines.RANK_WAITS_FOR_NEXT_FAILURE + self._patience
-        self._pause += 0.0 if nodes is None else deadlines.RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES
+        self._patience = 0.0
+        self._pause = deadlines.RANK_WAITS_FOR_NEXT_FAILURE
+        if nodes is not None:
+            self._pause += deadlines.RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES
+            if not nodes.is_first_node:
+                self._patience = deadlines.RANK_WAITS_FOR_FIRST_NODE_TO_PRINT
+                self._pause += self._patience
 
     def note(self, failure: NotedFailure) -> None:
         """Append `failure`, an entry that another node has sent, to the file.
@@ -194,9 +197,9 @@ class FailureLog:
 
 
 def _are_alike(first: str, second: str) -> bool:
-    words = first.split(".")[:2]
-    others = second.split(".")[:2]
-    return any(word == other for word, other in zip(words, others, strict=False))
+    words = enumerate(first.split(".")[:2])
+    others = enumerate(second.split(".")[:2])
+    return not set(words).isdisjoint(others)
 
 
 def _write(file: Any, failure: NotedFailure) -> None:

@@ -93,8 +93,8 @@ _OF_MPI = re.compile(
     r"fi_shm_|psm2_shm\.|psm3_shm\."  # libfabric and PSM
     r")"
 )
-# A line of /proc/PID/maps: address, rights, offset, device, inode, and such a file.
-_MAPPING = re.compile(rf"(?m)^(?:\S+ ){{4}}(\d+) +({_OF_MPI.pattern}.*)$")
+# A line of /proc/PID/maps: address, rights, offset, device, inode, and such a file, which still exists.
+_MAPPING = re.compile(rf"(?m)^(?:\S+ ){{4}}(\d+) +({_OF_MPI.pattern}.*)(?<! \(deleted\))$")
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 _INIT = "1"  # the first process of this namespace, never a rank
 _LOCK_OF_A_JOB = re.compile(rf"[0-9A-Za-z-]{{8,80}}{re.escape(_LOCK)}")
@@ -232,7 +232,7 @@ def _shared_mappings(pid: str = "self") -> dict[int, str]:
     """Return the paths of MPI's files in /dev/shm that the process `pid` maps, by inode, without deleted files."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         files = _MAPPING.findall(maps.read())
-    return {int(inode): path for inode, path in files if not path.endswith(" (deleted)")}
+    return {int(inode): path for inode, path in files}
 
 
 def remove_leftovers() -> list[str]:

@@ -145,9 +145,8 @@ class PendingCalls:
         self._words[self._record_slot + SINCE] = since
 
     def _leave(self) -> None:
-        if self._is_recorded:
-            self._is_recorded = False
-            self._words[self._record_slot + SINCE] = 0
+        self._is_recorded = False
+        self._words[self._record_slot + SINCE] = 0
 
 
 class EventWatcher:
