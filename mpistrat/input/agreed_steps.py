@@ -245,7 +245,7 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         steps, failures = zip(*words_by_rank, strict=True)
         if _FAILED not in steps:
             if not self._partial and not self._steps_done:
-                check_all_have_some([*map(abs, steps)])
+                check_all_have_some(steps)
             if None in outlines:
                 self._learn_template(outlines)
             if self._reader.steps_agreed or (self._partial and None not in lengths):

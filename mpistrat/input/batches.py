@@ -43,7 +43,7 @@ class Batches:
                     f"Got {leaf!r:.60}"
                 )
         sizes = sizes or _sizes_of(lists)
-        if len(sizes) != 1 or any(_readings(part, *sizes) != 1 for part in lists if part):
+        if len(sizes) != 1 or {_readings(part, *sizes) for part in lists if part} - {1}:
             raise ValueError(
                 f"all parts of a batch must have the same first dimension, the GLOBAL batch size; got {sorted(sizes)}. "
                 "A list may have arrays of all examples, or an item for each example, if only one is possible. Put "
@@ -79,7 +79,7 @@ def _sizes_of(lists: list[Any]) -> set[Any]:
     lengths = {len(part) for part in lists}
     rows = {rows_of(leaf) for leaf in nest.flatten(lists)}
     known = (lengths | rows) - {None}
-    return {size for size in known if all(_readings(part, size) for part in lists)}
+    return {size for size in known if 0 not in [_readings(part, size) for part in lists]}
 
 
 def _readings(part: Any, count: int | None) -> int:

@@ -140,7 +140,7 @@ class BatchedDataset(_Batching):
     def __iter__(self) -> Iterator[Any]:
         batches = self.index_batches(self.epoch)
         self.epoch += 1
-        return map(self.collate, map(self.fetch, batches))
+        return (self.collate(self.fetch(batch)) for batch in batches)
 
     def index_batches(self, epoch: int) -> Iterator[list[int]]:
         """Yield the indices of the examples of each batch of an epoch, as lists of int."""

@@ -33,7 +33,7 @@ class DeviceCopies:
     def __init__(self, devices: tuple[str, ...]) -> None:
         self._devices = devices
         self._streams: dict[str, Any] = {}
-        self.needed = any(not device.startswith("cpu") for device in devices)
+        self.needed = False in [device.startswith("cpu") for device in devices]
 
     def start(self, batches: list[Any]) -> list[Any]:
         """Begin to copy each replica's batch to its device, without waiting. Returns: a list to give to `arrived`."""

@@ -140,9 +140,10 @@ class LocalReader(readers.FunctionReader):
         self._rank = communicator.rank
         self._has_spoken = False
         by_rank = communicator.all_gather_object(steps, label="steps of local batches")
-        self._steps = None if None in by_rank else min(by_rank)
-        self.steps_agreed = self._steps is not None
-        if self.steps_agreed:
+        self._steps: int | None = None
+        if None not in by_rank:
+            self._steps = min(by_rank)
+            self.steps_agreed = True
             readers.check_all_have_some(by_rank)
             self._tell(by_rank, f", {self._steps} steps", "rank {}: {}")
 

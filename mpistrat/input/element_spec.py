@@ -35,12 +35,12 @@ class ArraySpec:
     def of(cls, array: Array) -> ArraySpec:
         """Return the spec of a NumPy, torch or CuPy array, with the array's sizes. The dtype of any text is "str"."""
         library = "numpy"
+        dtype = arrays.dtype_name(array)
         if arrays.is_torch(array):
             library = "torch"
         elif arrays.is_cupy(array):
             library = "cupy"
-        dtype = arrays.dtype_name(array)
-        if library == "numpy" and array.dtype.kind in "US":
+        elif array.dtype.kind in "US":
             dtype = "str"
         return cls(tuple(array.shape), dtype, library)
 

@@ -55,7 +55,7 @@ def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
         return []
     modules = [value for value in objects if isinstance(value, torch.nn.Module)]
     optimizers = [value for value in objects if isinstance(value, torch.optim.Optimizer)]
-    if not modules and not optimizers:
+    if not modules + optimizers:
         return []
     from mpistrat.pytorch.modules.preparing import check_optimizers, not_mirrored
 

@@ -434,7 +434,7 @@ class FunctionReader(Reader):
         self._datasets = datasets
         self._num_replicas = num_replicas
         self._random = [_random_of(dataset) for dataset in datasets]
-        self.drop_last = all(getattr(d, "drop_last", False) is True for d in datasets)
+        self.drop_last = False not in [getattr(d, "drop_last", False) is True for d in datasets]
         self.batch_size = number_of(datasets[0], "batch_size")
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:

@@ -28,7 +28,7 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
     sizes = [leaf.shape[dim] for leaf in nest.flatten(values)]
-    if any(size != sizes[0] for size in sizes):
+    if sizes != sizes[:1] * len(sizes):
         raise ValueError(
             f"shard divides dimension {dim} of its arrays, which must have the same size there; got {sizes}. Leave out "
             "arrays that each replica needs whole, like weights of classes. Call shard once for each other size"

@@ -96,10 +96,9 @@ class _WholePipe(data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = data.get_worker_info()
         pipe = apply_random_seed(self._pipe, torch.Generator().manual_seed(self._seed))
-        if info is not None:
-            apply_sharding(pipe, info.num_workers, info.id)
-        else:
-            apply_sharding(pipe, 1, 0)
+        workers = getattr(info, "num_workers", 1)
+        number = getattr(info, "id", 0)
+        apply_sharding(pipe, workers, number)
         return iter(pipe)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,11 +124,10 @@ class MaxSizePartitioner(_SizePartitioner):
         max_shards: int | None = None,
         bytes_per_string: int = _BYTES_PER_STRING,
     ) -> None:
-        super().__init__(
-            bytes_per_string, max_shard_bytes=max_shard_bytes, max_shards=max_shards or 1
-        )
+        most = max_shards or sys.maxsize
+        super().__init__(bytes_per_string, max_shard_bytes=max_shard_bytes, max_shards=most)
         self._max_shard_bytes = max_shard_bytes
-        self._max_shards = max_shards
+        self._max_shards = most
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)
@@ -136,7 +136,7 @@ class MaxSizePartitioner(_SizePartitioner):
         row = math.prod(others) * self._itemsize(dtype)
         rows = max(1, self._max_shard_bytes // row if row else shape[axis])
         shards = max(1, -(-shape[axis] // rows))
-        return _only_along(axis, min(shards, self._max_shards or shards), shape)
+        return _only_along(axis, min(shards, self._max_shards), shape)
 
 
 def _check(shape: Sequence[int], axis: int) -> None:

@@ -72,7 +72,7 @@ class Graphs:
 
         Called by: `Runtime.all_reduce` and `StartedOps`. It does not wait for the values.
         """
-        if self.recording or not any(self._native._check_tensor_need_materialization(tensors)):
+        if self.recording or True not in self._native._check_tensor_need_materialization(tensors):
             return
         # With `sync_xla_data`, the graph might overwrite its inputs with results, but other tensors need the inputs.
         self._native._xla_sync_multi(tensors, [], wait=False, sync_xla_data=False)
@@ -306,7 +306,7 @@ class Runtime:
         """
         wanted = list(tensors)
         with self.graphs.allow_execution():
-            if any(self.are_pending(wanted)):
+            if True in self.are_pending(wanted):
                 with self.around_cut(wanted):
                     self._torch_xla.sync()
             return list(self._native._xla_get_cpu_tensors(wanted))

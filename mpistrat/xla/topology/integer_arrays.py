@@ -51,9 +51,11 @@ def _as_integers(name: str, value: Any) -> NDArray[np.int32]:
         array = np.asarray(value)
     except ValueError:
         raise ValueError(f"{name} has rows of different lengths: {value!r:.120}") from None
-    if array.size and array.dtype.kind not in "iu":
+    if not array.size:  # an empty list has a floating dtype
+        return array.astype(np.int32)
+    if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {value!r:.120}")
     limits = np.iinfo(np.int32)
-    if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+    if not limits.min <= array.min() <= array.max() <= limits.max:
         raise ValueError(f"{name} must be integers of 32 bits, got {value!r:.120}")
     return array.astype(np.int32)
