@@ -136,10 +136,10 @@ def _claim_of_rank(
                 "parameter servers, were given: leave one of them out"
             )
         return _RoleClaim(num_ps=num_ps, chief=chief)
-    if resolver is None and task_claims.names_cluster(environ):
-        resolver = TFConfigClusterResolver(environ=environ)
     if resolver is None:
-        return _RoleClaim(chief=chief, component=own_component(environ))
+        if not task_claims.names_cluster(environ):
+            return _RoleClaim(chief=chief, component=own_component(environ))
+        resolver = TFConfigClusterResolver(environ=environ)
     return _RoleClaim(
         chief=chief,
         source=resolver.made_of or type(resolver).__name__,

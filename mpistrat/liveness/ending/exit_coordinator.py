@@ -94,7 +94,7 @@ class ExitCoordinator:
         Args: now: the time by `time.monotonic()`, as for `receive`.
         Returns: None while the job need not end, and when the programs of all ranks have ended.
         """
-        if self.all_left() or not self._left:
+        if self.all_left():
             return None
         for name, waits in self._furthest.items():
             missing = []

@@ -71,10 +71,10 @@ def begin() -> bool:
     if rank_and_size is None or current is not None or rank_pid() or _is_of_multiprocessing():
         return False
     name = job_of(os.getpid())
-    if not name and launcher.is_first_on_node():
-        name = os.urandom(16).hex()  # the node's other ranks learn the name when MPI runs
     if not name:
-        return True
+        if not launcher.is_first_on_node():
+            return True
+        name = os.urandom(16).hex()  # the node's other ranks learn the name when MPI runs
     with contextlib.suppress(OSError):
         folder, new = JobFolder.create(name)
         try:
