@@ -141,7 +141,7 @@ def _filled(path: str, file: int, size: int) -> np.ndarray:
         raise ValueError(f"{path} has {size} bytes, and there is no memory for as many") from None
     begin = 0
     with naming(path, lambda: f"{begin} of {size} bytes are read"):
-        while begin < size and (count := os.readv(file, [content.data[begin:]])):
+        while count := os.readv(file, [content.data[begin:]]):
             begin += count
     return content[:begin]
 

@@ -121,13 +121,13 @@ class RandomStates:
         cpu = some["torch"][0][0].numpy().tobytes()
         for replica in range(first, first + extended.num_local_replicas):
             saved = of(replica)
-            if saved is None and alike:
+            if saved is not None:
+                generators.append(saved["torch"][replica - saved["first_replica"]])
+            elif alike:
                 generators.append(some["torch"][0])
-            elif saved is None:
+            else:
                 missing.append(replica)
                 generators.append(seeded_generators(_seed(cpu, replica)))
-            else:
-                generators.append(saved["torch"][replica - saved["first_replica"]])
         set_generators_of(extended.replicas, generators)
         for random_state in generator_states.loaded:
             random_state.remember()

@@ -27,9 +27,9 @@ def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> 
     Args:
         of_each: schema of an entry of that list.
     """
-    first = state.get("first_replica")
-    count = state.get("replicas")
-    least = first + count if type(first) is int and type(count) is int else 1
+    first: Any = state.get("first_replica")
+    count: Any = state.get("replicas")
+    least = first + count if {type(first), type(count)} == {int} else 1
 
     def check_entries(entries: Any) -> None:
         check(entries, [of_each], name)

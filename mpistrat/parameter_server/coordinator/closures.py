@@ -123,7 +123,7 @@ class ClosureQueue:
             number = min(most, len(self._waiting))
             taken = [self._waiting.popleft() for _ in range(number)]
             self.under_way.update(taken)
-            if was_full and taken:
+            if was_full:
                 self.changed.notify_all()
             return taken
 

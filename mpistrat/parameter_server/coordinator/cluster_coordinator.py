@@ -210,7 +210,7 @@ class ClusterCoordinator:
     def _put(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, internal: bool = False
     ) -> RemoteValue:
-        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
         try:
             payload, resources = self._resources.pack((fn, args, kwargs))
         except Exception as error:

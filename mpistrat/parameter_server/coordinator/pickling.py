@@ -184,7 +184,8 @@ def _labelled(text: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str
 
 
 def _pickles_itself(kind: type) -> bool:
-    return any("__reduce__" in vars(base) for base in kind.__mro__[:-1])
+    reduce: Any = kind.__reduce__
+    return reduce is not object.__reduce__
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -129,7 +129,7 @@ def resolver_of_task(
     Without `cluster_spec` the cluster comes from TF_CONFIG. Without all three, return `cluster_resolver`, also if None.
     Raises: ValueError if `cluster_resolver` and one of the three are given.
     """
-    if not cluster_spec and task_type is None and task_id is None:
+    if not cluster_spec and (task_type, task_id) == (None, None):
         return cluster_resolver
     if cluster_resolver is not None:
         raise ValueError(

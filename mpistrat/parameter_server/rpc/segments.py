@@ -160,5 +160,4 @@ class Mappings:
 
     def forget(self, pid: int | None) -> None:
         """Unmap the regions of a process that has died; do nothing for None."""
-        for key in [key for key in self._files if key[0] == pid]:
-            del self._files[key]
+        self._files = {key: memory for key, memory in self._files.items() if key[0] != pid}

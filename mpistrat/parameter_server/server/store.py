@@ -152,7 +152,7 @@ def _combined(pending: _Pending, workers: int) -> Any:
     else:
         total = numbers = functools.reduce(operator.iadd, gradients)
     divisor = max(workers, len(gradients))
-    if pending.first.mean and divisor > 1:
+    if pending.first.mean:
         numbers /= divisor
     return total
 

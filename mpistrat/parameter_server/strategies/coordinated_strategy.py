@@ -298,7 +298,7 @@ class ParameterServerStrategy(Strategy):
 
         Called by: the chief. It can use neither workers nor servers afterwards.
         """
-        cluster = self._extended.cluster
-        if cluster is not None and cluster.coordinator is not None:
-            cluster.coordinator.end()
+        coordinator = getattr(self._extended.cluster, "coordinator", None)
+        if coordinator is not None:
+            coordinator.end()
         self._extended.job.done()

@@ -213,10 +213,10 @@ def with_servers(
         return ChiefReferences(strategy, made) if owns else made
 
     def paused() -> contextlib.AbstractContextManager[None]:
-        cluster = extended.cluster
-        if cluster is None or cluster.coordinator is None:
+        coordinator: Any = getattr(extended.cluster, "coordinator", None)
+        if coordinator is None:
             return contextlib.nullcontext()
-        return cluster.coordinator.paused()
+        return coordinator.paused()
 
     checkpoints = CheckpointsOfJob(job, owns, paused)
     # Each worker reads its own part of each global batch, and no other worker waits for it.
