@@ -31,6 +31,7 @@ SET_FROM_OUTSIDE = {
     "pytorch/hooks.py: _compiled_call_impl of module",
     "pytorch/modules/placing.py: _flat_weight_refs of child",
     "communicators/transports/accelerator/torch_groups.py: _timeout of options",
+    "tools/verify/variable_rounds.py: _update of MirroredVariable",
     "variables/variable.py: _container of component",
     "xla/runtime.py: _WORLD_SIZE of self._runtime",
 }

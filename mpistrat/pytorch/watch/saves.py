@@ -31,7 +31,7 @@ def divergence_at_save(strategy: AnyStrategy, saved: Mapping[str, Any]) -> Diver
     if not extended.checkpoints.all_take_part or extended.modules.parts.replicas.records_steps:
         return None
     communicator = extended.communicator
-    action = communicator.broadcast_object(settings.on_drift(), label="MPISTRAT_ON_DRIFT")
+    action = communicator.broadcast_object(settings.on_drift(), label="the setting for drift")
     if action == "off":
         return None
     with communicator.raising_together():

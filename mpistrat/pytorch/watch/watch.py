@@ -52,7 +52,9 @@ class Watch:
         self._parts = modules.parts
         self._reducer = modules.reducer
         self._communicator = cast("Router", modules.parts.group.communicator)
-        action = self._communicator.broadcast_object(settings.on_drift(), label="MPISTRAT_ON_DRIFT")
+        action = self._communicator.broadcast_object(
+            settings.on_drift(), label="the setting for drift"
+        )
         self._is_over = action == "off"
         self._unproved = Unproved(action)
         self._unproved.present = weakref.WeakMethod(self._present)
