@@ -31,7 +31,9 @@ _CAUSES = {
     TRAINING: "train() or eval() was called on some ranks only",
 }
 _CHANGED = "some .grad was written after backward() had reduced it"
-_OTHER = "some ranks have loaded a state, or have written to .data"
+_OTHER = (
+    "some ranks have loaded a state, or have written values or their .data outside optimizer.step()"
+)
 _GENERATORS = "; the ranks' random generators differ"
 
 
