@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from mpistrat.errors import DivergenceError
 from mpistrat.liveness.bounded_waits import soon
 from mpistrat.liveness.deadlines import RANK_WAITS_TO_COMPARE_AT_ITS_END
 from mpistrat.machine.notices import tell
@@ -33,18 +33,11 @@ class SampledStep(NamedTuple):
     facts: dict[str, str]
 
 
-class FoundDrift(NamedTuple):
-    """A drift in words, the name of the first value that differs, and whether it is to be an error."""
-
-    text: str
-    name: str
-    is_error: bool
-
-
 class Unproved:
     """The samples of a strategy that the ranks have not compared yet.
 
     Attributes:
+        is_error: whether a drift is an error.
         steps: the sampled steps, in their order.
         equal_after: the last step that left all equal, as far as the ranks have compared.
         last: the values when an optimizer was dropped; {} before.
@@ -54,11 +47,11 @@ class Unproved:
     """
 
     def __init__(self, action: str) -> None:
-        self._action = action
+        self.is_error = action == "raise"
         self.steps: list[SampledStep] = []
         self.equal_after = 0
         self.last: drift.Values = {}
-        self.present: weakref.WeakMethod[Callable[[], Samples]]
+        self.present: Any
 
     def arrived(self) -> int:
         """Return how many of the first samples are on the host. Does not wait."""
@@ -74,7 +67,7 @@ class Unproved:
         checksums = [taken.values.checksum() for taken in self.steps[:count]]
         return zlib.crc32(repr(checksums).encode()) >> 1
 
-    def find(self, count: int, gather: Callable[[Any], list[Any]]) -> FoundDrift | None:
+    def find(self, count: int, gather: Callable[[Any], list[Any]]) -> DivergenceError | None:
         """Look for a drift in the first `count` steps together, and forget these. Collective.
 
         Args: gather: returns the objects of all ranks, by rank.
@@ -99,13 +92,12 @@ class Unproved:
         shown = steps[found.number]
         described = drift.values_in_words(gather(shown.values.elements(key)))
         name = shown.names[key]
-        between = f"{found.before} and {found.step}"
         text = (
             f"the ranks have drifted apart: {name} is {described} (values that differ: {len(found.keys)}). It began "
-            f"between optimizer steps {between}; the likely cause: {found.cause}. Make the ranks equal there, or call "
-            "mpistrat.may_differ(module) if they may differ"
+            f"between optimizer steps {found.before} and {found.step}; the likely cause: {found.cause}. Make the ranks "
+            "equal there, or call mpistrat.may_differ(module) if they may differ"
         )
-        return FoundDrift(text, name, self._action == "raise")
+        return DivergenceError(text, name)
 
     def compare_at_end_of(self, comm: MPI.Intracomm) -> None:
         """Let the ranks of `comm` compare the last samples when all programs have ended. Called by: each rank, once."""
@@ -115,33 +107,47 @@ class Unproved:
 
         # Without MPI_THREAD_MULTIPLE no rank knows when the programs of the others end.
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            action = functools.partial(self._at_end, comm)
-            job_end().call_last(action)
+            of_comm = _of_communicators.setdefault(id(comm), [])
+            if not of_comm:
+                action = functools.partial(_compare_at_end, comm, of_comm)
+                job_end().call_last(action)
+            of_comm.append(self)
 
-    def _at_end(self, comm: MPI.Intracomm) -> None:
-        from mpi4py import MPI
 
-        from mpistrat.liveness.ending.job_end import job_end
+_of_communicators: dict[int, list[Unproved]] = {}  # by the `id` of a communicator, which is kept
+_requests: list[MPI.Request] = []  # they may end in MPI_Finalize
 
-        if job_end().losses.has_lost(comm):
-            return
-        checksum = self.checksum(len(self.steps))
-        words = np.array([checksum, -checksum], np.int32)
-        self._request = comm.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)  # it may end in MPI_Finalize
-        has_come = soon(self._request.Test, RANK_WAITS_TO_COMPARE_AT_ITS_END)
-        if not has_come or words[0] == -words[1]:
-            return
 
-        def gather(value: Any) -> list[Any]:
-            self._request = comm.Ibarrier()
-            if not soon(self._request.Test, RANK_WAITS_TO_COMPARE_AT_ITS_END):
-                raise TimeoutError
-            return comm.allgather(value)
+def _compare_at_end(comm: MPI.Intracomm, of_comm: list[Unproved]) -> None:
+    """Let the ranks compare all samples on one communicator that are left. Called by: `job_end`, on all ranks."""
+    from mpi4py import MPI
 
-        found = None
-        with contextlib.suppress(Exception):  # a rank that fails here does not hang the others
-            found = self.find(len(self.steps), gather)
-        if found is not None and comm.rank == 0:
-            if found.is_error:
-                job_end().end_job(found.text, 1)
-            tell(found.text)
+    from mpistrat.liveness.ending.job_end import job_end
+
+    if job_end().losses.has_lost(comm):
+        return
+    checksums = [unproved.checksum(len(unproved.steps)) for unproved in of_comm]
+    checksum = zlib.crc32(repr(checksums).encode()) >> 1
+    words = np.array([checksum, -checksum], np.int32)
+    all_have_come = _waits_for(comm.Iallreduce(MPI.IN_PLACE, words, MPI.MAX))
+    if not all_have_come or words[0] == -words[1]:
+        return
+
+    def gather(value: Any) -> list[Any]:
+        if not _waits_for(comm.Ibarrier()):
+            raise TimeoutError
+        return comm.allgather(value)
+
+    with contextlib.suppress(Exception):  # a rank that fails here does not hang the others
+        for unproved in of_comm:
+            error = unproved.find(len(unproved.steps), gather)
+            if error is not None and comm.rank == 0:
+                tell(str(error))
+                if unproved.is_error:
+                    job_end().end_job("ending the job: its ranks have drifted apart", 1)
+
+
+def _waits_for(request: MPI.Request) -> bool:
+    """Return whether the request ends within some seconds. Else it may end in MPI_Finalize, and so it is kept."""
+    _requests.append(request)
+    return soon(request.Test, RANK_WAITS_TO_COMPARE_AT_ITS_END)

@@ -18,7 +18,6 @@ import torch
 from mpistrat import settings
 from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.graph_capture import is_capturing
-from mpistrat.errors import DivergenceError
 from mpistrat.machine.notices import tell
 from mpistrat.pytorch.watch.facts import Facts
 from mpistrat.pytorch.watch.keys import PARAMETER
@@ -159,18 +158,17 @@ class Watch:
 
     def _find(self, count: int, raises: bool = True) -> None:
         gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
-        found = self._unproved.find(count, gather)
-        if found is None:
+        error = self._unproved.find(count, gather)
+        if error is None:
             return
         self._is_over = True
         self._unproved.steps.clear()
         self._parts.watched = NO_WORDS
-        if found.is_error and raises:
-            error = DivergenceError(found.text, found.name)
+        if self._unproved.is_error and raises:
             mark_raised_by_all(error)
             raise error
         if self._communicator.rank == 0:
-            tell(found.text)
+            tell(str(error))
 
 
 def _keep_last(reference: weakref.ref[Watch]) -> None:
