@@ -270,6 +270,13 @@ class TopologyError(RuntimeError):
     """
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, for messages: "1 rank", "2 ranks"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
+
+
 def __dir__() -> list[str]:
     return fnmatch.filter(globals(), "*Error")
 

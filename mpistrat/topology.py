@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpistrat.errors import counted
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -176,9 +178,9 @@ class Topology:
 
 def ranks_and_nodes(topology: Topology) -> str:
     """Return the size of a job as text: "4 ranks on 2 nodes"."""
-    ranks = topology.size
-    nodes = topology.num_nodes
-    return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+    ranks = counted(topology.size, "rank")
+    nodes = counted(topology.num_nodes, "node")
+    return f"{ranks} on {nodes}"
 
 
 def _as_int(name: str, value: object) -> int:

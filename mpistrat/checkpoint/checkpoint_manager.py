@@ -159,8 +159,8 @@ class CheckpointManager:
         Returns: the checkpoint's path. With parameter servers the chief, or the first live worker, saves while the
             servers change nothing; other workers return at once, with the newest checkpoint's path.
         Raises: ValueError if optimizers, torch's schedulers or gradient scalers differ between ranks. DivergenceError
-            if parameters or buffers differ by more than rounding, when the checkpoint is written and marked, unless
-            `mpistrat.may_differ` allows it.
+            if tensors of the checkpoint differ by more than rounding, and `mpistrat.may_differ` does not allow it. The
+            checkpoint is written all the same, and is marked.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.save"):
             began = time.monotonic()
@@ -189,7 +189,7 @@ class CheckpointManager:
                 self._snapshots.forget()
             if drift is not None:
                 drift.args = (
-                    f"{drift}\nThe checkpoint {checkpoint.path} has rank 0's values, and is marked as differing",
+                    f"the checkpoint {checkpoint.path} has rank 0's values, and is marked as differing: {drift}",
                 )
                 raise drift
             return checkpoint.path

@@ -211,7 +211,7 @@ class PreemptionCheckpointHandler:
             returns no path.
         """
         began = time.monotonic()
-        path: Any = None
+        path: Any
         if self._config.save_fn is None and not args and not kwargs:
             args = (self.total_run_calls,)
         try:

@@ -147,7 +147,10 @@ def write(descriptor: int, text: str) -> bool:
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return the ranks as text: "rank 3", "ranks 0-3, 7"."""
     numbers = sorted(ranks)
-    return f"rank{'s' * (len(numbers) > 1)} {runs_in_words(numbers)}"
+    runs = runs_in_words(numbers)
+    if len(numbers) == 1:
+        return f"rank {runs}"
+    return f"ranks {runs}"
 
 
 def runs_in_words(numbers: Iterable[int]) -> str:

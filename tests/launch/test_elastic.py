@@ -47,8 +47,9 @@ class ElasticLauncher(Launcher):
 def run(
     folder: Path, ranks: int, *words: str | Path, env: Mapping[str, str] = {}, forked: bool = False
 ) -> Job:
-    """Reports are left in `folder`."""
+    """Reports are left in `folder`. The watch may accuse no rank."""
     launcher = ElasticLauncher.named("Open MPI")
+    env = {"MPISTRAT_ON_DRIFT": "raise", **env}
     return launcher.run_python(ranks, *words, seconds=SECONDS, env=env, cwd=folder, forked=forked)
 
 

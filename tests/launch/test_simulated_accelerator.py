@@ -23,7 +23,7 @@ def check(job: Job) -> None:
     assert [line.removeprefix("same ") for line in lines if line.startswith("same ")] == SAME
 
 
-EACH_HAS_ONE = {"SIMULATED_DEVICES": "1"}
+EACH_HAS_ONE = {"SIMULATED_DEVICES": "1", "MPISTRAT_ON_DRIFT": "raise"}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

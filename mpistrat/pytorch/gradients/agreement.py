@@ -168,9 +168,10 @@ class StepAgreement:
         communicated = len(replicas) == 1 and replicas[0].communicated
         is_single_threaded = not self._communicator.thread_multiple
         flags_of_run = [communicated, is_single_threaded]
-        words: list[Any] = [flags_of_run, equal, -equal, kinds, (), self._parts.watched]
+        written: Any = ()
         if self._registry.buffers:
-            words[4] = buffers.flags_of([backward.buffers for backward in replicas])
+            written = buffers.flags_of([backward.buffers for backward in replicas])
+        words: list[Any] = [flags_of_run, equal, -equal, kinds, written, self._parts.watched]
         if piggybacks:
             with self._communicator.raising_together():
                 words += [piggyback.words() for piggyback in piggybacks]

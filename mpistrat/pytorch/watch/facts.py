@@ -32,9 +32,8 @@ class Facts:
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
         self._found: dict[str, str] = {}
-        self._reductions = weakref.WeakKeyDictionary[
-            Optimizer, int
-        ]()  # at the end of the last step
+        # The number of reductions at the end of each optimizer's last step.
+        self._reductions = weakref.WeakKeyDictionary[Optimizer, int]()
         self._unreduced_steps = 0
         self._versions: list[int] = []  # of each parameter, when `note_versions` was called
 

@@ -35,9 +35,9 @@ class Samples:
             if not isinstance(value, torch.Tensor):
                 self._texts[key] = repr(value)
                 continue
-            if value.is_meta or arrays.is_on_xla(value):
+            if arrays.is_on_xla(value):
                 continue
-            # A class of tensors that the program brings along may have no elements to read.
+            # A tensor on the device "meta" has no elements, and a class of the program may have none to read.
             with contextlib.suppress(Exception):
                 part = _part_of(value.detach(), turn)
                 self._parts[key] = part.to("cpu", non_blocking=True, copy=True)

@@ -47,5 +47,8 @@ def divergence_at_save(strategy: AnyStrategy, saved: Mapping[str, Any]) -> Diver
     is_told = strategy in _with_rounding or communicator.rank > 0
     if error is None and comparison.names and not is_told:
         _with_rounding.add(strategy)
-        tell(f"{comparison.names[0]} differs in the last bits between ranks, {when}")
+        tell(
+            f"{comparison.names[0]} differs in the last bits between ranks, {when}, as between two kinds of "
+            "processors. The checkpoint has rank 0's values. Do nothing, or take nodes of one kind"
+        )
     return error

@@ -41,17 +41,18 @@ class Unproved:
         steps: the sampled steps, in their order.
         equal_after: the last step that left all equal, as far as the ranks have compared.
         last: the values when an optimizer was dropped; {} before.
-        present: a weak reference to a function that returns samples of the present values.
 
-    Args: action: the answer to a drift, from `settings.on_drift`.
+    Args:
+        action: the answer to a drift, from `settings.on_drift`.
+        present: a weak reference to a function that returns samples of the present values.
     """
 
-    def __init__(self, action: str) -> None:
+    def __init__(self, action: str, present: Any) -> None:
         self.is_error = action == "raise"
         self.steps: list[SampledStep] = []
         self.equal_after = 0
         self.last: drift.Values = {}
-        self.present: Any
+        self._present = present
 
     def arrived(self) -> int:
         """Return how many of the first samples are on the host. Does not wait."""
@@ -75,7 +76,7 @@ class Unproved:
         steps = self.steps[:count]
         del self.steps[:count]
         now = dict(self.last)
-        present = self.present()
+        present = self._present()
         if present is not None:
             now.update(present().by_key())
         generator = zlib.crc32(torch.get_rng_state().numpy().data)

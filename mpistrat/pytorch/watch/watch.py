@@ -55,8 +55,7 @@ class Watch:
             settings.on_drift(), label="the setting for drift"
         )
         self._is_over = action == "off"
-        self._unproved = Unproved(action)
-        self._unproved.present = weakref.WeakMethod(self._present)
+        self._unproved = Unproved(action, weakref.WeakMethod(self._present))
         if not self._is_over:
             self._unproved.compare_at_end_of(self._communicator.mpi.comm)
         self.facts = Facts(modules.reducer)

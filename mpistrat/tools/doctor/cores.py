@@ -6,13 +6,14 @@ import collections
 import os
 import re
 
+from mpistrat.errors import counted
 from mpistrat.liveness.processes import launcher_of
 from mpistrat.machine.control_groups import allowed
 from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_threads
 from mpistrat.machine.notices import runs_in_words
 from mpistrat.machine.shared_caches import caches_of
 from mpistrat.tools.doctor.facts import Cores, Job, Ranks
-from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, count, findings_of, on_node
+from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, findings_of, on_node
 
 ok, warning, problem = findings_of("cores")
 # Headings of docs/troubleshooting.md
@@ -80,15 +81,15 @@ def _sharing(ranks: Ranks) -> Findings:
     if not first.launch.slurm:  # under Slurm, ranks cannot get more cores
         spare = max(0, first.cores.of_launcher - num_cores)
     of_launcher = num_cores + spare
-    here = f"{count(number, 'rank')} here"
-    bound_to = count(num_cores, "core")
+    here = f"{counted(number, 'rank')} here"
+    bound_to = counted(num_cores, "core")
     masks = [rank.cores.allowed for rank in ranks]
     # The masks of the ranks with a share of less than one core
     crowded = [mask for mask in masks if cpu_share(mask, masks) < 1]
     if crowded and num_cores >= number:
         shared = set().union(*crowded)
         yield problem(
-            f"{len(crowded)} of {here} are bound to {count(len(shared), 'core')} "
+            f"{len(crowded)} of {here} are bound to {counted(len(shared), 'core')} "
             f"(CPU {runs_in_words(shared)}), although the ranks have {num_cores} between them.",
             _bind(ranks, num_cores // number),
             _BOUND,
@@ -105,13 +106,13 @@ def _sharing(ranks: Ranks) -> Findings:
         ask = f", or ask Slurm for more: --ntasks-per-node={number} --cpus-per-task=1"
         yield problem(
             f"{here} have {bound_to}{limited}: they take turns, and MPI's waiting takes a core, too.",
-            f"start at most {count(max(1, int(usable)), 'rank')} per node{ask * bool(first.launch.slurm)}",
+            f"start at most {counted(max(1, int(usable)), 'rank')} per node{ask * bool(first.launch.slurm)}",
             _TURNS,
         )
     elif number > 1 and spare >= num_cores:
         yield warning(
             f"{here} may run on {num_cores} of the launcher's {of_launcher} cores: it has bound each to "
-            f"{count(len(first.cores.allowed), 'core')}.",
+            f"{counted(len(first.cores.allowed), 'core')}.",
             _bind(ranks, of_launcher // number),
             _BOUND,
         )
@@ -126,8 +127,8 @@ def _quota(ranks: Ranks) -> Findings:
     usable = _usable_cpus(ranks)
     if len(ranks) <= usable < len(cores):
         yield warning(
-            f"{count(len(cores), 'core')} can be seen, but a control group allows {usable:g} CPUs' worth of time: more "
-            "threads than that are stopped in turn.",
+            f"{counted(len(cores), 'core')} can be seen, but a control group allows {usable:g} CPUs' worth of time: "
+            "more threads than that are stopped in turn.",
             f"set OMP_NUM_THREADS={max(1, int(usable / len(ranks)))}, or raise the container's limit (--cpus)",
             _TURNS,
         )
@@ -156,8 +157,8 @@ def _threads(ranks: Ranks) -> Findings:
             too_many[name, text, share] += bool(first and int(first[0]) > share)
     for (name, text, share), number in (+too_many).items():
         yield problem(
-            f"{name}={text}, but {count(number, 'rank')} of {len(ranks)} here {'have' if number > 1 else 'has'} "
-            f"{count(share, 'core')}{' each' * (number > 1)}: threads take turns.",
+            f"{name}={text}, but {counted(number, 'rank')} of {len(ranks)} here {'have' if number > 1 else 'has'} "
+            f"{counted(share, 'core')}{' each' * (number > 1)}: threads take turns.",
             f"unset {name} (mpistrat then takes each rank's share), or set {name}={share}",
             "Threads take turns",
         )
@@ -172,7 +173,7 @@ def _slurm(ranks: Ranks) -> Findings:
     by_srun = launch.by_srun and STEPS_CPUS_PER_TASK not in slurm
     if by_srun and asked.isdigit() and has < int(asked):
         yield warning(
-            f"The job asked for {CPUS_PER_TASK}={asked}, but a rank may run on {count(has, 'core')}: since Slurm "
+            f"The job asked for {CPUS_PER_TASK}={asked}, but a rank may run on {counted(has, 'core')}: since Slurm "
             "22.05, srun does not take this number from sbatch.",
             f"srun --cpus-per-task=${CPUS_PER_TASK} …, or export {STEPS_CPUS_PER_TASK}=${CPUS_PER_TASK}",
             "srun does not take this number from sbatch",
@@ -185,9 +186,9 @@ def _fine(ranks: Ranks) -> Finding:
     cores = " to ".join(map(str, sorted({shares[0], shares[-1]})))
     threads = sorted(set().union(*(rank.cores.threads.values() for rank in ranks)))
     how_many = ", ".join(["as you set them", *threads]) if threads else "as many"
-    all_cores = count(len(_cores_of(ranks)), "core")
+    all_cores = counted(len(_cores_of(ranks)), "core")
     return ok(
-        f"{count(len(ranks), 'rank')}{', each' * (len(ranks) > 1)} with {cores} of {all_cores}; "
+        f"{counted(len(ranks), 'rank')}{', each' * (len(ranks) > 1)} with {cores} of {all_cores}; "
         f"threads: {how_many}."
     )
 
@@ -203,4 +204,4 @@ def _bind(ranks: Ranks, each: int) -> str:
         return f"srun --ntasks-per-node={here} --cpus-per-task={each} --cpu-bind=cores …"
     if launch.launcher:
         return f"mpirun -bind-to none …, or -bind-to core:{each}"
-    return f"start it without taskset, or give each rank {count(each, 'core')}"
+    return f"start it without taskset, or give each rank {counted(each, 'core')}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from mpistrat.errors import counted
 from mpistrat.tools.doctor.facts import Job, as_json
 
 OK = "ok"
@@ -91,7 +92,9 @@ def as_text(findings: Sequence[Finding], nodes: int) -> str:
             lines += _wrapped("    fix: ", f"{finding.fix} {see}")
     levels = collections.Counter(finding.level for finding in findings)
     if levels[PROBLEM] or levels[WARNING]:
-        lines.append(f"{count(levels[PROBLEM], 'problem')}, {count(levels[WARNING], 'warning')}.")
+        lines.append(
+            f"{counted(levels[PROBLEM], 'problem')}, {counted(levels[WARNING], 'warning')}."
+        )
     else:
         lines.append("Nothing to fix.")
     return "\n".join(lines)
@@ -130,8 +133,3 @@ def bytes_in_words(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB"
-
-
-def count(number: int, what: str) -> str:
-    """Return a number with its noun: "1 core", "2 cores"."""
-    return f"{number} {what}{'s' * (number != 1)}"

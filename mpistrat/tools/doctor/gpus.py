@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
+from mpistrat.errors import counted
 from mpistrat.machine.gpu_advice import INSTALL_NCCL, ONE_ENVIRONMENT, ONE_RANK_PER_GPU
 from mpistrat.machine.gpus import visible_gpus
 from mpistrat.machine.library_search import LIBRARY_PATH, libraries_on_path
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Driver, Gpus, Job, Ranks, grouped
-from mpistrat.tools.doctor.finding import Finding, Findings, count, findings_of, on_node
+from mpistrat.tools.doctor.finding import Finding, Findings, findings_of, on_node
 
 ok, warning, problem = findings_of("GPUs")
 SECONDS_TO_IMPORT = 60.0
@@ -118,7 +119,7 @@ def _gpus_of_node(ranks: Ranks, gpus: Gpus, some_have: bool) -> Findings:
 
     Args: some_have: whether any node of the job has GPUs that a program can use.
     """
-    named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(gpus.named), 'GPU')}"
+    named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {counted(len(gpus.named), 'GPU')}"
     drivers = (rank.driver for rank in ranks)
     errors = dict.fromkeys(d.error for d in drivers if d.installed and d.error)
     if _have(ranks, gpus):
@@ -174,7 +175,7 @@ def _torch_build(gpus: Gpus, number: int) -> Findings:
     """
     if not gpus.torch:
         return
-    there = f"there {'is' if number == 1 else 'are'} {count(number, 'GPU')}"
+    there = f"there {'is' if number == 1 else 'are'} {counted(number, 'GPU')}"
     build = gpus.torch_other or f"CUDA {gpus.torch_cuda}" * bool(gpus.torch_cuda)
     if not build:
         yield problem(
@@ -199,7 +200,7 @@ def _shared_gpus(ranks: Ranks, number: int) -> Findings:
     sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
     if len(sharing) > gpus:
         yield warning(
-            f"{count(len(sharing), 'rank')} share {count(gpus, 'GPU')}: NCCL refuses that, and values go "
+            f"{counted(len(sharing), 'rank')} share {counted(gpus, 'GPU')}: NCCL refuses that, and values go "
             "through the host.",
             f"{ONE_RANK_PER_GPU}; --ntasks-per-node={gpus}",
             "Duplicate GPU detected",

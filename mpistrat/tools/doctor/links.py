@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpistrat.errors import counted
 from mpistrat.tools.doctor.facts import Job, grouped
-from mpistrat.tools.doctor.finding import Findings, Level, count, findings_of
+from mpistrat.tools.doctor.finding import Findings, Level, findings_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -147,7 +148,7 @@ def check(job: Job) -> Findings:
         some = f" ({len(rates)} of {links.pairs} pairs)" if len(rates) < links.pairs else ""
         middle = f", the median is {_speed(statistics.median(fast))}" if len(fast) > 2 else ""
         yield ok(
-            f"{count(len(names), 'node')} exchange {_range(min(fast), max(fast))} with each other{some}{middle}."
+            f"{counted(len(names), 'node')} exchange {_range(min(fast), max(fast))} with each other{some}{middle}."
         )
 
 

@@ -10,9 +10,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from mpistrat.errors import counted
 from mpistrat.machine.control_groups import allowed, number_in
 from mpistrat.tools.doctor.facts import Job, MemoryLimits, Room
-from mpistrat.tools.doctor.finding import Findings, bytes_in_words, count, findings_of, on_node
+from mpistrat.tools.doctor.finding import Findings, bytes_in_words, findings_of, on_node
 
 ok, warning, problem = findings_of("memory")
 SHARED = "/dev/shm"
@@ -68,7 +69,7 @@ def check(job: Job) -> Findings:
 
 def _shared(memory: MemoryLimits, here: int) -> Findings:
     room = memory.shared
-    ranks = count(here, "rank")
+    ranks = counted(here, "rank")
     if room is None:
         yield problem(
             f"There is no {SHARED}, where MPI and the workers of a DataLoader share memory: MPI may not start.",
@@ -100,7 +101,7 @@ def _limits(memory: MemoryLimits, here: int) -> Findings:
         if limit is not None:
             of_group = f" of {bytes_in_words(limit)} that a control group allows"
         yield warning(
-            f"{count(here, 'rank')} here have {bytes_in_words(_left(memory))} of memory left{of_group}.",
+            f"{counted(here, 'rank')} here have {bytes_in_words(_left(memory))} of memory left{of_group}.",
             "ask Slurm for more (--mem=…, --mem-per-cpu=…), raise the container's limit, or start fewer ranks per "
             "node: torch alone takes 200 MB or more in each",
             "oom_kill",
@@ -135,7 +136,7 @@ def _files(memory: MemoryLimits, all_ranks: int) -> Findings:
         )
     open_files = f"A process may open {memory.files} files and connections (ulimit -n)"
     if memory.files < needed:
-        yield problem(f"{open_files}; {count(all_ranks, 'rank')} may need {needed}.", fix, _FILES)
+        yield problem(f"{open_files}; {counted(all_ranks, 'rank')} may need {needed}.", fix, _FILES)
     else:
         yield warning(f"{open_files}; workers of a DataLoader can need more.", fix, _FILES)
 

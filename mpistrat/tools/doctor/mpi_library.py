@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, library_name
+from mpistrat.errors import counted
 from mpistrat.machine import library_search as search
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.facts import Job, JobFailure, Launch, Library, RankFacts, grouped
-from mpistrat.tools.doctor.finding import Finding, Findings, count, findings_of
+from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
 
 ok, warning, problem = findings_of("MPI")
 _BEFORE = ", which goes before LD_LIBRARY_PATH"
@@ -100,8 +101,8 @@ def _started(job: Job, library: Library) -> Finding:
     name = f"{library_name(library.version)} (MPI {standard})"
     if not launch.variables:
         return ok(f"No launcher started this: one rank, and {name} runs.")
-    ranks = count(len(job.ranks), "rank")
-    nodes = count(len(job.nodes()), "node")
+    ranks = counted(len(job.ranks), "rank")
+    nodes = counted(len(job.nodes()), "node")
     return ok(
         f"{ranks} on {nodes} as started by {launch.launcher} ({launch.variables}); {name} sees the same."
     )
@@ -166,7 +167,7 @@ def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
         text = "mpi4py is not installed: ranks cannot talk to each other"
         fix = "pip install mpi4py"
     if launch.of_several:
-        started = "several ranks" if launch.size is None else count(launch.size, "rank")
+        started = "several ranks" if launch.size is None else counted(launch.size, "rank")
         text += f", so of the {started} that {launch.launcher} started ({launch.variables}) each would be alone"
     return problem(f"{text}.", fix, "cannot load MPI library")
 

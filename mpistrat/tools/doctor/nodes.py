@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.slurm.job import slurm_variables
-from mpistrat.errors import TopologyError
+from mpistrat.errors import TopologyError, counted
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ChildOutput, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
-from mpistrat.tools.doctor.finding import Finding, Findings, Level, count, findings_of
+from mpistrat.tools.doctor.finding import Finding, Findings, Level, findings_of
 from mpistrat.trace.clocks import answer, compare_with
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _clocks(job: Job) -> Findings:
     wrong = [clock for clock in clocks if abs(clock.ahead) - clock.error >= CLOCKS_DIFFER]
     if not wrong:
         yield ok(
-            f"Clocks of {count(len(names), 'node')} differ by {most * 1e3:.3f} ms at most "
+            f"Clocks of {counted(len(names), 'node')} differ by {most * 1e3:.3f} ms at most "
             f"(give or take {max(clock.error for clock in clocks) * 1e3:.3f} ms)."
         )
     elif len(clocks) == 1:  # with two nodes, nothing tells whose clock is wrong
@@ -215,8 +215,8 @@ def _placement(job: Job) -> Findings:
     of_mpi = len(job.nodes())
     if of_slurm not in (0, of_mpi):
         yield warning(
-            f"Slurm has put these ranks on {count(of_slurm, 'node')}, and MPI sees {count(of_mpi, 'node')}: some ranks "
-            "of a node cannot share memory, or nodes are made up.",
+            f"Slurm has put these ranks on {counted(of_slurm, 'node')}, and MPI sees {counted(of_mpi, 'node')}: some "
+            "ranks of a node cannot share memory, or nodes are made up.",
             "look whether each rank has a container (a private /dev/shm or IPC namespace) or host name of its own: "
             "start one container per node, or share /dev/shm and the IPC namespace",
             "Slurm has put these ranks on",

@@ -61,9 +61,13 @@ def _judged(asked: Namespace) -> tuple[Verdict, list[str]]:
 def _check_parts(found: Verdict) -> None:
     """Raise FailedRunError if ranks have other batches, or other parts of the model, on purpose."""
     if found.ranks[0].by_files and other_data(found):
-        raise FailedRunError("each rank reads files of its own, and so has batches of its own")
+        raise FailedRunError(
+            "each rank reads files of its own, and so has batches of its own. Compare a program in which all ranks "
+            "read the same data"
+        )
     sizes = {sample.size for sample in found.samples(found.reference + found.ranks)}
     if found.kind == "before" and len(sizes) > 1:
         raise FailedRunError(
-            "the sizes of parameters differ: the model is sharded, or the programs have unlike models"
+            "the sizes of parameters differ: the model is sharded, or the programs have unlike models. Compare the "
+            "whole model, on few ranks"
         )

@@ -68,6 +68,8 @@ def main(
         runpy.run_path(program[0], run_name="__main__")
     finally:
         recording.steps = recording.steps or rounds
+        # Temporary files are gone.
+        recording.outside = {path for path in recording.outside if os.path.exists(path)}
         Path(folder, f"{recording.rank}.recording").write_bytes(pickle.dumps(recording))
 
 

@@ -69,7 +69,9 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
         words = last_words(output.errors or output.output)
         raise FailedRunError(f"{failure} ({output.ended or 'exit code 0'}): {words}")
     if not all(recording.steps for recording in found):
-        raise FailedRunError("no optimizer of torch has made a step, and no variable was assigned")
+        raise FailedRunError(
+            "no optimizer of torch has made a step, and no variable was assigned. Give a program that trains"
+        )
     return sorted(found, key=lambda recording: recording.rank)
 
 

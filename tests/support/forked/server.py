@@ -7,6 +7,7 @@ CONTROL is the descriptor of a socket. Each request over it is the address that 
 with a descriptor of that job, which is closed when the job is over. The server ends when CONTROL is closed.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -104,7 +105,7 @@ def _serve(address: str, job: socket.socket) -> Request:
                     return request
                 for file in files:
                     os.close(file)
-                connection.sendall(rank.to_bytes(8, "little"))
+                _tell(connection, rank)
                 ranks[connection] = rank
                 selector.register(connection, selectors.EVENT_READ, connection)
                 selector.register(os.pidfd_open(rank), selectors.EVENT_READ, connection)
@@ -122,11 +123,17 @@ def _serve(address: str, job: socket.socket) -> Request:
                 _, status = os.waitpid(ranks.pop(connection), 0)
                 if connection in selector.get_map():
                     selector.unregister(connection)
-                    connection.sendall(status.to_bytes(8, "little"))
+                    _tell(connection, status)
                 connection.close()
             else:  # its place was killed: so is the rank
                 selector.unregister(key.fileobj)
                 os.kill(ranks[key.data], signal.SIGKILL)
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    # Its place may have been killed meanwhile, which the selector tells next.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(number.to_bytes(8, "little"))
 
 
 def _receive(connection: socket.socket) -> tuple[Request, list[int]] | None:
