@@ -1,7 +1,6 @@
 """`mpistrat verify`: its page, and programs that it cannot compare."""
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,16 @@ from support.harness.mpi_launcher import Job, Launcher, run_job
 
 
 @pytest.fixture
-def environment() -> Mapping[str, str]:
-    environment = Launcher.named("MPICH").environment()
-    return {**environment, "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """Its programs need not import torch."""
+    folder = tmp_path_factory.mktemp("bin")
+    with console.forked_programs(folder, Launcher.named("MPICH").environment()) as environment:
+        yield {**environment, "FORKED_PYTHON": str(folder / "python")}
 
 
 def verify(environment: Mapping[str, str], folder: Path, program: str, *words: str) -> Job:
     (folder / "train.py").write_text(program)
-    command = [sys.executable, "-m", "mpistrat", "verify", *words, "train.py"]
+    command = ["mpistrat", "verify", *words, "train.py"]
     return run_job(command, environment, 90, folder)
 
 

@@ -25,7 +25,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,15 +148,20 @@ def _difference(command: Command, job: Job) -> str:
 def forked_programs(folder: Path, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """An environment whose `python` and `mpistrat` are forks of a process that has imported torch (`support.forked`).
 
+    With `FORKED_PYTHON`, the path of this `python`, in the environment, so are the processes that they start by
+    `sys.executable`.
+
     Args: folder: an empty folder for these two commands.
     """
     with forks() as address:
-        fork = [sys.executable, "-I", "-S", str(RANK), address]
-        _make_command(folder / "python", fork)
-        _make_command(folder / "mpistrat", [*fork, "-m", "mpistrat"])
+        fork = shlex.join([sys.executable, "-I", "-S", str(RANK), address])
+        # The observer, for instance, starts with -I and has a Python of its own.
+        its_own = f'case "$1" in -[!cm]*) exec {shlex.quote(sys.executable)} "$@";; esac'
+        _make_command(folder / "python", f'{its_own}\nexec {fork} "$@"')
+        _make_command(folder / "mpistrat", f'exec {fork} -m mpistrat "$@"')
         yield {**environment, "PATH": f"{folder}:{environment['PATH']}"}
 
 
-def _make_command(file: Path, words: Sequence[str]) -> None:
-    file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+def _make_command(file: Path, text: str) -> None:
+    file.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     file.chmod(0o755)

@@ -164,6 +164,7 @@ def _become(request: Request, files: list[int]) -> None:
     os.closerange(max(wanted) + 1, max([*high, *files]) + 1)
     os.environ.clear()
     os.environ.update(request["environment"])
+    sys.executable = os.environ.get("FORKED_PYTHON", sys.executable)  # of its own children
     os.chdir(request["folder"])
 
 
