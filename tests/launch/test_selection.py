@@ -54,27 +54,27 @@ def test_a_second_job_finds_what_the_first_has_measured(
 ) -> None:
     folder = tmp_path / "cache"
     env = {"MPISTRAT_CACHE": str(folder)}
-    first = explained(launcher.run_python(2, program, env=env))
+    first = explained(launcher.run_python(2, program, env=env, forked=True))
     assert MEASURED in first
     (file,) = folder.iterdir()
     (observation,) = json.loads(file.read_text())["observations"]
     assert set(observation["seconds"]) == {"memory", "MPI"}
     as_of_three_jobs(folder)
     written = file.stat().st_mtime_ns
-    second = explained(launcher.run_python(2, program, env=env))
+    second = explained(launcher.run_python(2, program, env=env, forked=True))
     assert f"{READ} {file}" in second
     assert file.stat().st_mtime_ns == written
     fits = [re.findall(r"(?:memory|MPI): .* us .*", text) for text in (first, second)]
     assert fits[0] == fits[1]
     assert len(fits[0]) == 2
-    third = explained(launcher.run_python(3, program, env=env))
+    third = explained(launcher.run_python(3, program, env=env, forked=True))
     assert MEASURED in third  # of as many ranks, nothing is known
 
 
 def test_a_home_that_cannot_be_written(launcher: Launcher, tmp_path: Path, program: Path) -> None:
     (tmp_path / "home").touch()  # root may write into what is read-only
     env = {"MPISTRAT_CACHE": str(tmp_path / "home")}
-    job = launcher.run_python(2, program, env=env)
+    job = launcher.run_python(2, program, env=env, forked=True)
     assert MEASURED in explained(job)
     assert job.stderr == ""
 
@@ -110,11 +110,11 @@ def test_over_two_nodes(tmp_path: Path, program: Path, ranks: int) -> None:
     """That MPICH makes up. Between them and within each is measured, and kept, for itself."""
     env = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRAT_CACHE": str(tmp_path / "cache")}
     mpich = Launcher.named("MPICH")
-    first = explained(mpich.run_python(ranks, program, env=env))
+    first = explained(mpich.run_python(ranks, program, env=env, forked=True))
     assert re.search(r"by node: .* us", first)
     assert re.search(r"slices between nodes: .* us", first)
     as_of_three_jobs(tmp_path / "cache")
-    second = explained(mpich.run_python(ranks, program, env=env))
+    second = explained(mpich.run_python(ranks, program, env=env, forked=True))
     assert READ in second
     assert MEASURED not in second
 
@@ -125,7 +125,7 @@ def test_a_plan_of_one_node(launcher: Launcher, tmp_path: Path) -> None:
     network = ("--alpha-us", "2", "--gbit", "100")
     sizes = ("--size", "64K", "1M", "--nodes", "1", "2", "--json", file)
     job = launcher.run_python(
-        2, "-m", "mpistrat.tools.bench", "plan", *network, *sizes, seconds=120
+        2, "-m", "mpistrat.tools.bench", "plan", *network, *sizes, seconds=120, forked=True
     )
     assert job.returncode == 0, job.output
     assert "node(S) =" in job.stdout
@@ -155,7 +155,7 @@ def test_a_plan_of_two_nodes(tmp_path: Path) -> None:
     mpich = Launcher.named("MPICH")
     for ranks in (4, 3):
         job = mpich.run_python(
-            ranks, "-m", "mpistrat.tools.bench", *arguments, env=env, seconds=120
+            ranks, "-m", "mpistrat.tools.bench", *arguments, env=env, seconds=120, forked=True
         )
         assert job.returncode == 0, job.output
         content = json.loads(file.read_text())
@@ -168,6 +168,6 @@ def test_a_plan_of_two_nodes(tmp_path: Path) -> None:
 
 
 def test_what_one_node_cannot_tell(launcher: Launcher) -> None:
-    job = launcher.run_python(2, "-m", "mpistrat.tools.bench", "plan", "--nodes", "2")
+    job = launcher.run_python(2, "-m", "mpistrat.tools.bench", "plan", "--nodes", "2", forked=True)
     assert job.returncode != 0, job.output
     assert "give one by --alpha-us and --gbit" in job.output

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import io
 import re
 import tokenize
@@ -34,7 +35,7 @@ _NO_CODE = {
 }
 
 
-@dataclass
+@dataclass(eq=False)  # each is itself, so that its words can be kept
 class Module:
     """A module of the package. `name` is its path below the package."""
 
@@ -47,6 +48,7 @@ class Module:
         return self.name.partition("/")[0]
 
 
+@functools.cache
 def modules() -> list[Module]:
     """All modules of the package, by name."""
     texts = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py")}
@@ -211,6 +213,7 @@ def names_that_stand_twice(all_modules: list[Module]) -> dict[str, list[str]]:
     return {name: sorted(places) for name, places in found.items() if len(places) > 1}
 
 
+@functools.cache
 def words(module: Module) -> list[str]:
     """Of docstrings and comments, in lower case, without examples."""
     texts = [

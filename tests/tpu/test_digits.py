@@ -70,7 +70,7 @@ def test_two_ranks_learn_to_read(mpi: str) -> None:
 
 
 def test_an_epoch_is_that_of_ranks_without_xla() -> None:
-    hosts = train("MPICH", 2)
+    hosts = train("MPICH", 2, "--one-epoch")
     ranks = train("MPICH", 2, *TPU)
     cores = train("MPICH", 1, *TPU, devices=2)
     assert ranks.farthest_from(hosts) < WITHIN
