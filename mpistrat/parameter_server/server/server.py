@@ -5,7 +5,6 @@ A round is a step of all workers: the server combines their gradients when all w
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -48,7 +47,8 @@ class Rounds:
     def leave(self, rank: int, died: bool) -> None:
         """Stop waiting for the steps of a rank that has left. If it `died`, drop its unfinished step's gradients."""
         if died:
-            self._drop_gradients(rank, self._clock.steps_of(rank))
+            steps = self._clock.steps_of(rank)
+            self._drop_gradients(rank, steps)
         self._clock.leave(rank)
 
     def take_over(self) -> None:
@@ -57,7 +57,8 @@ class Rounds:
         Called by: `BackupCopies`, when this server has taken over the arrays of a dead server.
         """
         for rank in self._rpc.channel.lost:
-            self._optimizers.forget(rank, self._clock.steps_of(rank))
+            steps = self._clock.steps_of(rank)
+            self._optimizers.forget(rank, steps)
         self._clock.look()
 
     def _enter(
@@ -81,15 +82,20 @@ class Rounds:
             return None
         who_ended = {number: self._clock.who_ended(number) for number in rounds}
         failed = self._optimizers.end_rounds(before, who_ended.__getitem__)
-        forwarded = self._backup.forward(messages.END_ROUNDS, self._rpc.rank, (before, who_ended))
+        change = before, who_ended
+        forwarded = self._backup.forward(messages.END_ROUNDS, self._rpc.rank, change)
         forwarded.failed = bool(failed)
         if not failed:
             return None
         name, error = failed[0]
-        others = f" (nor those of {len(failed) - 1} more arrays)" if failed[1:] else ""
+        more = len(failed) - 1
+        others = ""
+        if more:
+            others = f" (nor those of {more} more arrays)"
         portable = portable_error(error)
+        reason = portable.args[0]
         return type(portable)(
-            f"the step of {name!r} by all workers' gradients could not be made{others}: {portable.args[0]}"
+            f"the step of {name!r} by all workers' gradients could not be made{others}: {reason}"
         )
 
 
@@ -139,14 +145,16 @@ class Announcements:
         """
         if rank != self._creator or self._no_more is not None:
             return
+        gone = "died" if died else "left"
         self._no_more = UnavailableError(
-            f"{self._rpc.name_of(rank)} has {'died' if died else 'left'} before it made a variable, or told of a "
+            f"{self._rpc.name_of(rank)} has {gone} before it made a variable, or told of a "
             "checkpoint, that other ranks wait for"
         )
         waiting = self._waiting
         self._waiting = {}
-        for request in itertools.chain(*waiting.values()):
-            request.reply(self._no_more)
+        for requests in waiting.values():
+            for request in requests:
+                request.reply(self._no_more)
 
 
 class ParameterServer:
@@ -170,18 +178,20 @@ class ParameterServer:
         creator: int | None = None,
         backup: int | None = None,
     ) -> None:
-        self.store = Store(lambda key: self.backup_copies.claim(key))
+        store = Store(lambda key: self.backup_copies.claim(key))
+        self.store = store
         self.clients = set(clients)
         self._rpc = rpc
         self._backup = Backup(rpc, backup)
-        self._lock = ChangeLock(rpc, self._backup.when_safe)
-        self._rounds = Rounds(rpc, workers, self.store.optimizers, self._lock, self._backup)
-        self.backup_copies = BackupCopies(rpc, self.store, self._lock, self._rounds.take_over)
-        self._announcements = Announcements(rpc, creator, self._backup.when_safe)
+        when_safe = self._backup.when_safe
+        self._lock = ChangeLock(rpc, when_safe)
+        self._rounds = Rounds(rpc, workers, store.optimizers, self._lock, self._backup)
+        self.backup_copies = BackupCopies(rpc, store, self._lock, self._rounds.take_over)
+        self._announcements = Announcements(rpc, creator, when_safe)
         requests: dict[str, Callable[[Request], None]] = {
-            messages.PULL: partial(self._read, self.store.pull),
-            messages.ROWS: partial(self._read, self.store.rows),
-            messages.OPTIMIZER_STATE: partial(self._read, self.store.optimizer_state),
+            messages.PULL: partial(self._read, store.pull),
+            messages.ROWS: partial(self._read, store.rows),
+            messages.OPTIMIZER_STATE: partial(self._read, store.optimizer_state),
             messages.CREATE: self._create,
             messages.FIND: self._find,
             messages.UPDATE: self._update,
@@ -190,7 +200,8 @@ class ParameterServer:
         }
         for method, handler in requests.items():
             rpc.handle(method, partial(_refusing, handler))
-        rpc.handle(messages.FORGET, lambda _, body: self.store.idempotency.forget(*body))
+        idempotency = store.idempotency
+        rpc.handle(messages.FORGET, lambda _, body: idempotency.forget(*body))
         rpc.handle(messages.DONE, lambda source, _: self._leave(source))
         rpc.on_lost(self._lost)
 
@@ -207,21 +218,24 @@ class ParameterServer:
         table = self.store.create(new)
         if new.server == self._rpc.rank:
             self._backup.forward_new(request.source, new, table)
-        self._announcements.announce(new.key, _description(table))
-        self._reply_when_safe(request, _description(table))
+        description = _description(table)
+        self._announcements.announce(new.key, description)
+        self._reply_when_safe(request, description)
 
     def _find(self, request: Request) -> None:
         """Reply with an array's name, spec and handle, once the creator has made the array."""
         key = request.body
         if self.store.has(key):
-            self._announcements.announce(key, _description(self.store.table(key)))
+            table = self.store.table(key)
+            self._announcements.announce(key, _description(table))
         self._announcements.answer(request)
 
     def _update(self, request: Request) -> None:
         # The operands are mapped now, because a dead client's memory cannot be mapped later.
-        self.store.map_operands(request.body)
+        updates: Updates = request.body
+        self.store.map_operands(updates)
         work = partial(_refusing, self._make_updates, request)
-        self._lock.enter(request.source, request.body.push, work)
+        self._lock.enter(request.source, updates.push, work)
 
     def _make_updates(self, request: Request) -> None:
         updates: Updates = request.body
@@ -229,16 +243,20 @@ class ParameterServer:
         if self._backup.covers(update.key for update in updates.updates):
             # Forwarded first, so that the backup works at the same time, and so that neither server makes the updates
             # if there is no memory for the operands' copies.
-            packed = itertools.chain(*(update.operand for update in updates.updates))
-            operands = [unpack(operand, self.store.mappings) for operand in packed]
+            mappings = self.store.mappings
+            operands = []
+            for update in updates.updates:
+                operands += [unpack(packed, mappings) for packed in update.operand]
             forwarded = self._backup.forward_updates(request.source, updates, operands)
-        outcome = outcome_of(partial(self.store.update, request.source, updates))
+        make = partial(self.store.update, request.source, updates)
+        outcome = outcome_of(make)
         if forwarded is not None:
             forwarded.failed = isinstance(outcome, Exception)
         self._reply_when_safe(request, outcome)
 
     def _make_optimizer(self, request: Request) -> None:
-        keys = [key for key, _ in request.body[2]]
+        _, _, arrays = request.body
+        keys = [key for key, _ in arrays]
         self._change_optimizer(messages.MAKE_OPTIMIZER, request, keys, self.store.make_optimizer)
 
     def _load_optimizer_state(self, request: Request) -> None:
@@ -249,9 +267,10 @@ class ParameterServer:
     def _change_optimizer(
         self, method: str, request: Request, keys: Sequence[int], change: Callable[..., None]
     ) -> None:
-        outcome = outcome_of(partial(change, *request.body))
+        body = request.body
+        outcome = outcome_of(partial(change, *body))
         if self._backup.covers(keys):
-            forwarded = self._backup.forward(method, request.source, request.body)
+            forwarded = self._backup.forward(method, request.source, body)
             forwarded.failed = isinstance(outcome, Exception)
         self._reply_when_safe(request, outcome)
 
@@ -263,7 +282,8 @@ class ParameterServer:
 
     def _leave(self, rank: int, died: bool = False) -> None:
         self.clients.discard(rank)
-        self._lock.enter(rank, None, partial(self._rounds.leave, rank, died))
+        leave_rounds = partial(self._rounds.leave, rank, died)
+        self._lock.enter(rank, None, leave_rounds)
         self._announcements.leave(rank, died)
 
     def _lost(self, rank: int) -> None:
@@ -274,7 +294,8 @@ class ParameterServer:
         self._leave(rank, died=True)
         # After the rank's pushes, which may wait for the lock and use its memory.
         pid = self._rpc.channel.pid_of(rank)
-        self._lock.enter(rank, None, partial(self.store.mappings.forget, pid))
+        unmap = partial(self.store.mappings.forget, pid)
+        self._lock.enter(rank, None, unmap)
 
 
 def _description(table: Table) -> Any:

@@ -65,28 +65,38 @@ class OptimizerDefinition:
 
     def make(self, parameter: torch.Tensor) -> Optimizer:
         how = {**_HOW, "fused": parameter.dtype in _FUSED}
-        chosen = {name: how[name] for name in how.keys() & _keywords_of(self.cls)}
+        known = _keywords_of(self.cls)
+        keywords = dict(self.keywords)
+        for name, value in how.items():
+            if name in known:
+                keywords[name] = value
         make: Callable[..., Optimizer] = self.cls
-        return make([parameter], **{**self.keywords, **chosen})
+        return make([parameter], **keywords)
 
 
 def _keywords_of(cls: type[Optimizer]) -> set[str]:
     """Return the names of the constructor's arguments, without the parameters, `*args` and `**kwargs`."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = list(inspect.signature(cls).parameters.values())[1:]
-    return {p.name for p in parameters if p.kind not in several}
+    signature = inspect.signature(cls)
+    parameters = list(signature.parameters.values())
+    return {p.name for p in parameters[1:] if p.kind not in several}
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a param group without its parameters and their names. Tensors become plain numbers."""
-    skipped = ("params", "param_names")
-    return {name: _plain(value) for name, value in group.items() if name not in skipped}
+    numbers = {}
+    for name, value in group.items():
+        if name not in ("params", "param_names"):
+            numbers[name] = _plain(value)
+    return numbers
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
-    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    return value
 
 
 class ServerOptimizer:
@@ -113,7 +123,7 @@ class ServerOptimizer:
         # The optimizer steps different tensors in turn: the whole array, rows gathered from it, and a row of zeros.
         self._optimizer = definition.make(self._whole)
         self._group = self._optimizer.param_groups[0]
-        self._state: dict[str, Any] = self._optimizer.state[self._whole]
+        self._state: State = self._optimizer.state[self._whole]
         self._optimizer.state.clear()
 
     def step(self, gradient: Array | IndexedSlices, hyperparameters: Mapping[str, Any]) -> None:
@@ -127,15 +137,18 @@ class ServerOptimizer:
         Raises: ValueError, TypeError or IndexError if the gradient does not fit; nothing is changed then.
         """
         self.check(gradient)
-        taken = hyperparameters.keys() - _HOW.keys()
-        self._group.update({name: hyperparameters[name] for name in taken})
+        group = self._group
+        for name, value in hyperparameters.items():
+            if name not in _HOW:
+                group[name] = value
         if self._cls is torch.optim.SGD and self._whole.dtype in _FUSED:
             # Without momentum and weight decay, unfused SGD is one pass, too, and takes a tenth less time.
-            self._group["fused"] = bool(self._group["momentum"] or self._group["weight_decay"])
+            group["fused"] = bool(group["momentum"] or group["weight_decay"])
         if isinstance(gradient, IndexedSlices):
             self._step_rows(gradient)
         else:
-            self._state = self._take(self._whole, _tensor(gradient), self._state)
+            whole = _tensor(gradient)
+            self._state = self._take(self._whole, whole, self._state)
 
     def check(self, gradient: Array | IndexedSlices) -> None:
         """Check a gradient without using it.
@@ -160,34 +173,43 @@ class ServerOptimizer:
         if self._why_no_rows:
             raise TypeError(f"a gradient of some rows cannot be applied: {self._why_no_rows}")
         shape = tuple(self._whole.shape)
-        if not shape or values.shape[1:] != shape[1:]:
-            raise ValueError(
-                f"rows of shape {list(values.shape[1:])} for an array of shape {list(shape)}"
-            )
+        of_row = values.shape[1:]
+        if not shape or of_row != shape[1:]:
+            raise ValueError(f"rows of shape {list(of_row)} for an array of shape {list(shape)}")
         indices = slices.indices
-        is_outside = (indices < 0) | (indices >= shape[0])
+        rows = shape[0]
+        is_outside = (indices < 0) | (indices >= rows)
         outside = indices[is_outside]
         if len(outside):
-            raise IndexError(f"row {int(outside[0])} of an array of {shape[0]} rows")
+            first = int(outside[0])
+            raise IndexError(f"row {first} of an array of {rows} rows")
 
     def _check_dtype(self, values: Array, subject: str) -> None:
-        if dtype_name(values) != dtype_name(self._whole):
-            raise TypeError(f"{subject} {dtype_name(values)}, the array {dtype_name(self._whole)}")
+        got = dtype_name(values)
+        expected = dtype_name(self._whole)
+        if got != expected:
+            raise TypeError(f"{subject} {got}, the array {expected}")
 
     def _step_rows(self, slices: IndexedSlices) -> None:
         values = _tensor(slices.values)
-        index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
+        indices = np.asarray(slices.indices)
+        index = torch.from_numpy(indices.astype(np.int64))
         # Each index once, in ascending order, with the sum of its rows
         index, inverse = torch.unique(index, return_inverse=True)
         gradient = values.new_zeros((len(index), *values.shape[1:]))
         gradient.index_add_(0, inverse, values)
         rows = self._whole.index_select(0, index)
-        state = {
-            name: value.index_select(0, index) if _has_shape(value, self._whole) else value
-            for name, value in self._state.items()
-        }
-        state = self._take(rows, gradient, state)
-        by_row = {name: value for name, value in state.items() if _has_shape(value, rows)}
+        before = {}
+        for name, value in self._state.items():
+            if _has_shape(value, self._whole):
+                before[name] = value.index_select(0, index)
+            else:
+                before[name] = value
+        state = self._take(rows, gradient, before)
+        by_row = {}
+        for name, value in state.items():
+            if _has_shape(value, rows):
+                by_row[name] = value
         new = by_row.keys() - self._state.keys()
         for name, fill in self._initial(new).items():
             self._state[name] = self._full(fill)
@@ -196,9 +218,7 @@ class ServerOptimizer:
             state[name] = self._state[name].index_copy_(0, index, value)
         self._state = state
 
-    def _take(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _take(self, parameter: torch.Tensor, gradient: torch.Tensor, state: State) -> State:
         """Step `parameter` in place, with the optimizer state `state`. Returns: the state after the step."""
         if issubclass(self._cls, torch.optim.SparseAdam) and parameter is not self._whole:
             every = torch.arange(len(gradient), device=gradient.device)
@@ -222,27 +242,32 @@ class ServerOptimizer:
         if not names:
             return {}
         row = self._whole.new_zeros((1, *self._whole.shape[1:]))
-        state = self._take(row, torch.zeros_like(row), {})
+        gradient = torch.zeros_like(row)
+        state = self._take(row, gradient, {})
         return {name: state[name] for name in names}
 
     def _full(self, row: torch.Tensor) -> torch.Tensor:
+        shape = self._whole.shape
         if row.any():
-            return row.expand(self._whole.shape).clone()
+            return row.expand(shape).clone()
         # Pages of NumPy's zeros take no memory until a step writes them.
         nbytes = self._whole.numel() * row.element_size()
         zeros = np.zeros(nbytes, np.uint8)
-        return torch.from_numpy(zeros).view(row.dtype).view(self._whole.shape)
+        numbers = torch.from_numpy(zeros).view(row.dtype)
+        return numbers.view(shape)
 
     def state_dict(self) -> State:
         """Return the state, by name; {} before the first step.
 
         Its arrays are the server's own memory, and the next step changes them.
         """
-        return {
-            name: view_of(to_host(value)) if isinstance(value, torch.Tensor) else value
-            for name, value in self._state.items()
-            if value is not None
-        }
+        state = {}
+        for name, value in self._state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = view_of(to_host(value))
+            elif value is not None:
+                state[name] = value
+        return state
 
     def load_state_dict(self, state: State) -> None:
         """Replace the state by a copy of `state`, a `state_dict()` of an array of the same shape.
@@ -251,17 +276,18 @@ class ServerOptimizer:
         """
         loaded = dict(state)
         by_part = not _why_not_by_part(self._cls)
+        shape = tuple(self._whole.shape)
         for name, value in state.items():
             if not isinstance(value, np.ndarray):
                 continue
-            if by_part and value.ndim and value.shape != tuple(self._whole.shape):
+            if by_part and value.ndim and value.shape != shape:
                 raise ValueError(
-                    f"the optimizer's {name} has shape {list(value.shape)}, its array {list(self._whole.shape)}"
+                    f"the optimizer's {name} has shape {list(value.shape)}, its array {list(shape)}"
                 )
-            is_like = value.dtype == view_of(self._whole).dtype
-            loaded[name] = as_buffer_of(
-                self._whole if is_like else torch.from_numpy(value), value.copy()
-            )
+            like = self._whole
+            if value.dtype != view_of(like).dtype:
+                like = torch.from_numpy(value)
+            loaded[name] = as_buffer_of(like, value.copy())
         self._state = loaded
 
 
@@ -286,15 +312,18 @@ def join_states(states: Sequence[State]) -> State:
 
     Raises: ValueError if the shards' states have different names.
     """
-    if len({frozenset(state) for state in states}) > 1:
-        raise ValueError(
-            f"the shards' optimizers have different state: {[sorted(state) for state in states]}"
-        )
+    different = {frozenset(state) for state in states}
+    if len(different) > 1:
+        names = [sorted(state) for state in states]
+        raise ValueError(f"the shards' optimizers have different state: {names}")
     ahead = max(states, key=lambda state: float(state.get("step", 0)))
-    return {
-        name: np.concatenate([state[name] for state in states]) if _is_split(value) else value
-        for name, value in ahead.items()
-    }
+    joined = {}
+    for name, value in ahead.items():
+        if _is_split(value):
+            joined[name] = np.concatenate([state[name] for state in states])
+        else:
+            joined[name] = value
+    return joined
 
 
 def split_state(state: State, rows: Sequence[int]) -> list[State]:
@@ -302,14 +331,16 @@ def split_state(state: State, rows: Sequence[int]) -> list[State]:
 
     Args: rows: the number of rows of each shard.
     """
-    ends = np.cumsum(rows)
-    return [
-        {
-            name: value[end - count : end] if _is_split(value) else value
-            for name, value in state.items()
-        }
-        for count, end in zip(rows, ends, strict=True)
-    ]
+    shards = []
+    first = 0
+    for count in rows:
+        end = first + count
+        shard = {}
+        for name, value in state.items():
+            shard[name] = value[first:end] if _is_split(value) else value
+        shards.append(shard)
+        first = end
+    return shards
 
 
 def _is_split(value: Any) -> bool:
@@ -318,7 +349,9 @@ def _is_split(value: Any) -> bool:
 
 def _why_not_by_part(cls: type[Optimizer]) -> str:
     # SparseAdam takes only sparse gradients, so `why_not_elementwise` does not know it.
-    return "" if issubclass(cls, torch.optim.SparseAdam) else why_not_elementwise(cls)
+    if issubclass(cls, torch.optim.SparseAdam):
+        return ""
+    return why_not_elementwise(cls)
 
 
 def _why_no_rows(cls: type[Optimizer]) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
-import operator
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -56,17 +53,21 @@ class ServerOptimizers:
             return
         optimizer.check(gradient)  # now, so that this worker gets the error
         of_round = self.pending.setdefault(step.round, {})
-        for time in itertools.count():  # a worker may step several times in a round
-            pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
+        time = 0  # a worker may step several times in a round
+        while True:
+            which = step.optimizer, key, time
+            pending = of_round.setdefault(which, _Pending(table, {}, {}))
             if worker not in pending.gradients:
-                _check_alike(gradient, pending)
-                pending.gradients[worker] = _copied(gradient)
-                pending.steps[worker] = step
-                return
+                break
+            time += 1
+        _check_alike(gradient, pending)
+        pending.gradients[worker] = _copied(gradient)
+        pending.steps[worker] = step
 
     def pending_rounds(self, before: int) -> list[int]:
         """Return the numbers below `before` of rounds with gradients, ascending."""
-        return sorted(number for number in self.pending if number < before)
+        over = [number for number in self.pending if number < before]
+        return sorted(over)
 
     def end_rounds(
         self, before: int, who_ended: Callable[[int], int]
@@ -80,11 +81,14 @@ class ServerOptimizers:
         failed = []
         for number in self.pending_rounds(before):
             of_round = self.pending.pop(number)
-            for (optimizer, key, _), pending in sorted(of_round.items(), key=lambda it: it[0][2]):
+            for which in sorted(of_round, key=lambda which: which[2]):
+                pending = of_round[which]
                 try:
                     combined = _combined(pending, who_ended(number))
+                    optimizer, key, _ = which
                     with pending.table.writing():
-                        self.of(optimizer, key).step(combined, pending.first.hyperparameters)
+                        hyperparameters = pending.first.hyperparameters
+                        self.of(optimizer, key).step(combined, hyperparameters)
                 except Exception as error:  # an optimizer may raise any error
                     failed.append((pending.table.name, error))
         return failed
@@ -92,17 +96,21 @@ class ServerOptimizers:
     def forget(self, worker: int, ended: int) -> None:
         """Drop a worker's gradients of the rounds from number `ended` on: it has died, or its step has failed."""
         for number, of_round in self.pending.items():
-            if number >= ended:
-                for pending in of_round.values():
-                    pending.gradients.pop(worker, None)
-                left = {key: pending for key, pending in of_round.items() if pending.gradients}
-                self.pending[number] = left
+            if number < ended:
+                continue
+            left = {}
+            for which, pending in of_round.items():
+                pending.gradients.pop(worker, None)
+                if pending.gradients:
+                    left[which] = pending
+            self.pending[number] = left
 
     def adopt(self, other: ServerOptimizers) -> None:
         """Add all optimizers and gradients of `other`, which are for other arrays."""
         self.by_key.update(other.by_key)
         for number, of_round in other.pending.items():
-            self.pending.setdefault(number, {}).update(of_round)
+            ours = self.pending.setdefault(number, {})
+            ours.update(of_round)
 
     def of(self, optimizer: int, key: int) -> server_optimizers.ServerOptimizer:
         try:
@@ -121,12 +129,14 @@ class _Pending(NamedTuple):
     @property
     def first(self) -> messages.GradientMethod:
         """The step of the worker with the lowest rank, so that the order of arrival has no effect."""
-        return self.steps[min(self.gradients)]
+        lowest = min(self.gradients)
+        return self.steps[lowest]
 
 
 def _check_alike(gradient: Any, pending: _Pending) -> None:
+    is_sparse = isinstance(gradient, IndexedSlices)
     for worker, other in pending.gradients.items():
-        if isinstance(gradient, IndexedSlices) != isinstance(other, IndexedSlices):
+        if is_sparse != isinstance(other, IndexedSlices):
             raise TypeError(
                 f"the gradient of {pending.table.name!r} is one of some rows (sparse) on one worker, and dense on "
                 f"another (rank {worker}). Make the embedding sparse on all workers, or on none"
@@ -135,7 +145,9 @@ def _check_alike(gradient: Any, pending: _Pending) -> None:
 
 def _copied(gradient: Any) -> Any:
     if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(arrays.copy(gradient.values), arrays.copy(gradient.indices))
+        values = arrays.copy(gradient.values)
+        indices = arrays.copy(gradient.indices)
+        return IndexedSlices(values, indices)
     return arrays.copy(gradient)
 
 
@@ -146,14 +158,17 @@ def _combined(pending: _Pending, workers: int) -> Any:
     Returns: an array (the first gradient, overwritten) or `IndexedSlices`.
     """
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
-    if isinstance(gradients[0], IndexedSlices):
+    first = gradients[0]
+    if isinstance(first, IndexedSlices):
         total = add_slices(gradients)
         numbers = total.values
     else:
-        total = numbers = functools.reduce(operator.iadd, gradients)
-    divisor = max(workers, len(gradients))
+        for other in gradients[1:]:
+            first += other
+        total = first
+        numbers = first
     if pending.first.mean:
-        numbers /= divisor
+        numbers /= max(workers, len(gradients))
     return total
 
 
@@ -181,12 +196,13 @@ class Store:
 
     def create(self, new: messages.NewArray) -> Table:
         """Make an array with its first value, unless the store has it. Returns: the array's table."""
-        if not self.has(new.key):
-            table = Table(new.name, new.spec, self._segments)
-            with table.writing(updates=0) as array:
-                array[...] = messages.unpack(new.value, self.mappings)
-            self.by_key[new.key] = table
-        return self.by_key[new.key]
+        if self.has(new.key):
+            return self.by_key[new.key]
+        table = Table(new.name, new.spec, self._segments)
+        with table.writing(updates=0) as array:
+            array[...] = messages.unpack(new.value, self.mappings)
+        self.by_key[new.key] = table
+        return table
 
     def has(self, key: int) -> bool:
         """Whether the store has the array. If not, first calls `find_elsewhere`, which may add the array or raise."""
@@ -203,14 +219,16 @@ class Store:
         """Copy an array into the client's memory `target` and return None; if `target` is None, return a copy."""
         table = self.table(key)
         if isinstance(target, messages.SharedTensor):
-            messages.unpack(target, self.mappings)[...] = table.array
+            memory = messages.unpack(target, self.mappings)
+            memory[...] = table.array
             return None
         # A copy, because MPI may send it later, when the array has changed.
         return messages.inline(table.array).copied()
 
     def rows(self, key: int, indices: messages.PackedTensor) -> messages.InlineTensor:
         table = self.table(key)
-        return messages.inline(table.rows(messages.unpack(indices, self.mappings)))
+        wanted = messages.unpack(indices, self.mappings)
+        return messages.inline(table.rows(wanted))
 
     def update(self, client: int, updates: messages.Updates) -> list[messages.InlineTensor | None]:
         """Make a client's updates in order, except numbered updates that were made before.
@@ -218,10 +236,13 @@ class Store:
         Returns: for each update, the array's value after it; None above 4 KB, and for an optimizer's step.
         Raises: the first error, after all updates have been tried.
         """
-        self.idempotency.settle(session_of(client), updates.settled)
-        return without_errors(
-            [outcome_of(partial(self._update, update, client)) for update in updates.updates]
-        )
+        session = session_of(client)
+        self.idempotency.settle(session, updates.settled)
+        outcomes = []
+        for update in updates.updates:
+            make = partial(self._update, update, client)
+            outcomes.append(outcome_of(make))
+        return without_errors(outcomes)
 
     def _update(self, update: messages.Update, client: int) -> messages.InlineTensor | None:
         table = self.table(update.key)
@@ -230,12 +251,14 @@ class Store:
             operand, *values = [messages.unpack(packed, self.mappings) for packed in update.operand]
             if values:
                 operand = IndexedSlices(values[0], operand)
-            if isinstance(update.method, messages.GradientMethod):
-                self.optimizers.step(update.key, table, update.method, operand, client)
+            method = update.method
+            if isinstance(method, messages.GradientMethod):
+                self.optimizers.step(update.key, table, method, operand, client)
                 return None
-            table.update(update.method, operand)
-            is_small = table.spec.nbytes <= SMALL_VALUE
-            return messages.inline(table.array).copied() if is_small else None
+            table.update(method, operand)
+            if table.spec.nbytes > SMALL_VALUE:
+                return None
+            return messages.inline(table.array).copied()
 
         return self.idempotency.once(update, table.name, make)
 
@@ -262,8 +285,9 @@ class Store:
         made = self.optimizers.by_key
         for key, shard in arrays:
             table = self.table(key)
-            if (optimizer, key) not in made:
-                made[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
+            which = optimizer, key
+            if which not in made:
+                made[which] = ServerOptimizer(table.array, definition, shard=shard)
 
     def optimizer_state(self, optimizer: int, key: int) -> Any:
         self.has(key)
