@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 from mpistrat import arrays
@@ -70,21 +70,24 @@ class Client:
         Called by: `LossPolicy.describe`, for the error about a dead server.
         """
         lost = self.routes.lost()
-        return [address.name for address in list(self.used.values()) if address.server in lost]
+        used = list(self.used.values())
+        return [address.name for address in used if address.server in lost]
 
     def create(self, address: Address, value: Array) -> None:
         """Have the server make the array with this first value, and wait until it and its backup have it.
 
         Called by: the rank that makes variables.
         """
-        self.used[address.key] = address
-        holder = self.routes.holder_of(address.server)
+        server, key, name, spec = address
+        self.used[key] = address
+        holder = self.routes.holder_of(server)
         buffers = self._memory.buffers_for(holder)
         (packed,), region = messages.pack([value], buffers)
-        new = messages.NewArray(address.key, address.server, address.name, address.spec, packed)
-        self.routes.call(address.server, messages.CREATE, new, holder).wait()
+        new = messages.NewArray(key, server, name, spec, packed)
+        call = self.routes.call(server, messages.CREATE, new, holder)
+        call.wait()
         self._memory.buffers.give_back(region)
-        self.bytes_pushed += address.spec.nbytes
+        self.bytes_pushed += spec.nbytes
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
         """Have the ranks that wait in `find` for this array raise the error, now and later."""
@@ -98,14 +101,17 @@ class Client:
         Raises: UnavailableError when the rank that makes arrays has left or died; the error that it has passed to
             `cannot_create`.
         """
-        name, spec, _ = self.routes.call(server, messages.FIND, key).wait(limited=False)
-        self.used[key] = Address(server, key, name, spec)
-        return self.used[key]
+        call = self.routes.call(server, messages.FIND, key)
+        name, spec, _ = call.wait(limited=False)
+        address = Address(server, key, name, spec)
+        self.used[key] = address
+        return address
 
     def pull(self, address: Address) -> Array:
         """Return a copy of an array, in host memory; later updates do not change it."""
+        spec = address.spec
         with self._recycling:
-            out = self._results.empty(address.spec.shape, address.spec.native_dtype)
+            out = self._results.empty(spec.shape, spec.native_dtype)
         self.pull_into([(address, out)])
         return out
 
@@ -115,30 +121,35 @@ class Client:
         Args: wanted: pairs (address, array to overwrite, of the same shape and dtype, on any device).
         Raises: UnavailableError if no living server has an array.
         """
-        calls: list[tuple[Array, messages.TensorSpec, SharedRegion | None, FailoverRequest]] = []
+        memory = self._memory
+        calls = []
         for address, out in wanted:
-            spec = address.spec
-            self.used[address.key] = address
-            self.bytes_pulled += spec.nbytes
-            table = self._memory.table(address)
+            server, key, _, spec = address
+            nbytes = spec.nbytes
+            self.used[key] = address
+            self.bytes_pulled += nbytes
+            table = memory.table(address)
             if table is not None and table.copy_to(out):
                 continue
             # The server copies the array between two updates, if possible into memory of this process.
-            holder = self.routes.holder_of(address.server)
+            holder = self.routes.holder_of(server)
             region = None
             target = None
-            if table is not None and self._memory.buffers_for(holder):
-                region = self._memory.buffers.take(spec.nbytes)
-                target = messages.SharedTensor(region.part(0, spec.nbytes).handle, spec)
-            call = self.routes.call(address.server, messages.PULL, (address.key, target), holder)
+            if table is not None and memory.buffers_for(holder):
+                region = memory.buffers.take(nbytes)
+                part = region.part(0, nbytes)
+                target = messages.SharedTensor(part.handle, spec)
+            body = key, target
+            call = self.routes.call(server, messages.PULL, body, holder)
             calls.append((out, spec, region, call))
         for out, spec, region, call in calls:
             answer = call.wait()
             if answer is not None:
-                out[...] = messages.unpack(answer, self._memory.mappings)
+                out[...] = messages.unpack(answer, memory.mappings)
             elif region is not None:
-                out[...] = spec.array_in(region.memory[: spec.nbytes])
-            self._memory.buffers.give_back(region)
+                memory_of_array = region.memory[: spec.nbytes]
+                out[...] = spec.array_in(memory_of_array)
+            memory.buffers.give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
         """Return a copy of an array's rows, in host memory and in the order of `indices`.
@@ -147,12 +158,16 @@ class Client:
         """
         self.used[address.key] = address
         table = self._memory.table(address)
-        rows = None if table is None else table.rows(indices)
+        rows = None
+        if table is not None:
+            rows = table.rows(indices)
         if rows is None:
             body = address.key, messages.inline(indices)
             call = self.routes.call(address.server, messages.ROWS, body)
-            rows = messages.unpack(call.wait(), self._memory.mappings)
-        self.bytes_pulled += arrays.num_elements(rows) * address.spec.itemsize
+            answer = call.wait()
+            rows = messages.unpack(answer, self._memory.mappings)
+        count = arrays.num_elements(rows)
+        self.bytes_pulled += count * address.spec.itemsize
         return rows
 
     def change(self, changes: Sequence[Change]) -> list[Array | None]:
@@ -162,27 +177,31 @@ class Client:
             inside `already_written`.
         Raises: the first error of a server, after all servers have answered.
         """
+        values: list[Array | None] = [None] * len(changes)
         if self._already_written or not changes:
-            return [None] * len(changes)
+            return values
         positions: dict[int, list[int]] = {}  # by server
         for position, change in enumerate(changes):
-            self.used[change.address.key] = change.address
-            positions.setdefault(change.address.server, []).append(position)
+            address = change.address
+            self.used[address.key] = address
+            positions.setdefault(address.server, []).append(position)
         push = self.routes.next_push(positions)
         answers: list[Any] = []
         with self.numbers.push() as settled:
-            calls = [
-                self._push(server, [changes[position] for position in at], push, settled)
-                for server, at in positions.items()
-            ]
+            calls = []
+            for server, at in positions.items():
+                of_server = [changes[position] for position in at]
+                call, region = self._push(server, of_server, push, settled)
+                calls.append((call, region))
             for call, region in calls:
                 answers.append(outcome_of(call.wait))
                 if call.come:  # otherwise the server may still write to the region
                     self._memory.buffers.give_back(region)
-        values: list[Array | None] = [None] * len(changes)
-        for at, answer in zip(positions.values(), without_errors(answers), strict=True):
+        answers = without_errors(answers)
+        for at, answer in zip(positions.values(), answers, strict=True):
             for position, value in zip(at, answer, strict=True):
-                values[position] = value and messages.unpack(value, self._memory.mappings)
+                if value is not None:
+                    values[position] = messages.unpack(value, self._memory.mappings)
         return values
 
     def _push(
@@ -195,20 +214,22 @@ class Client:
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
         buffers = self._memory.buffers_for(holder)
-        packed, region = messages.pack([*chain(*operands)], buffers)
+        tensors = [array for operand in operands for array in operand]
+        packed, region = messages.pack(tensors, buffers)
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
         parts = iter(packed)
-        updates = [
-            messages.Update(
-                change.address.key,
-                change.method,
-                list(islice(parts, len(operand))),
-                *self.numbers.number(change.address.key),
-            )
-            for change, operand in zip(changes, operands, strict=True)
-        ]
-        body = messages.Updates(updates, push and push._replace(part=server), settled)
-        return self.routes.call(server, messages.UPDATE, body, holder), region
+        updates = []
+        for change, operand in zip(changes, operands, strict=True):
+            key = change.address.key
+            of_change = list(islice(parts, len(operand)))
+            work, number = self.numbers.number(key)
+            update = messages.Update(key, change.method, of_change, work, number)
+            updates.append(update)
+        if push is not None:
+            push = push._replace(part=server)
+        body = messages.Updates(updates, push, settled)
+        call = self.routes.call(server, messages.UPDATE, body, holder)
+        return call, region
 
     @contextlib.contextmanager
     def already_written(self) -> Iterator[None]:
@@ -227,7 +248,8 @@ class Client:
 
         Called by: the rank that makes variables.
         """
-        copies = self.routes.copies_of(self.routes.servers[0])
+        first = self.routes.servers[0]
+        copies = self.routes.copies_of(first)
         self.rpc.notify_all(copies, messages.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
@@ -235,9 +257,9 @@ class Client:
 
         Raises: UnavailableError if that rank leaves or dies before.
         """
-        return self.routes.call(self.routes.servers[0], messages.PUBLISHED, name).wait(
-            limited=False
-        )
+        first = self.routes.servers[0]
+        call = self.routes.call(first, messages.PUBLISHED, name)
+        return call.wait(limited=False)
 
 
 class MemoryWithServers:
@@ -259,7 +281,9 @@ class MemoryWithServers:
 
     def buffers_for(self, server: int) -> Buffers | None:
         """Return this process's buffers; None if the server cannot map them."""
-        return self.buffers if self._channel.shares_memory_with(server) else None
+        if self._channel.shares_memory_with(server):
+            return self.buffers
+        return None
 
     def table(self, address: Address) -> MappedTable | None:
         """Return a server's array mapped into this process; None if this process cannot map it.
@@ -283,9 +307,12 @@ class MemoryWithServers:
 
     def _forget(self, rank: int) -> None:
         """Unmap the memory of a rank that has died, because mapped pages are not freed."""
-        self.mappings.forget(self._channel.pid_of(rank))
-        for which in [which for which in list(self._tables) if which[0] == rank]:
-            del self._tables[which]
+        pid = self._channel.pid_of(rank)
+        self.mappings.forget(pid)
+        for which in list(self._tables):
+            server, _ = which
+            if server == rank:
+                del self._tables[which]
 
 
 def _arrays_of(operand: Any) -> list[Any]:

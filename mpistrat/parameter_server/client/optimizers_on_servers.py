@@ -40,19 +40,23 @@ class OptimizersOnServers:
         packed = cloudpickle.dumps(definition)  # also of classes of the main script
         keys: dict[int, list[tuple[int, bool]]] = {}  # by server
         for address, shard in arrays:
-            keys.setdefault(address.server, []).append((address.key, shard))
-        for call in [
-            self._routes.call(server, messages.MAKE_OPTIMIZER, (optimizer, packed, of_server))
-            for server, of_server in keys.items()
-        ]:
+            of_server = keys.setdefault(address.server, [])
+            of_server.append((address.key, shard))
+        calls = []
+        for server, of_server in keys.items():
+            body = optimizer, packed, of_server
+            calls.append(self._routes.call(server, messages.MAKE_OPTIMIZER, body))
+        for call in calls:
             call.wait()
 
     def state(self, optimizer: int, address: Address) -> State:
         """Return a copy of an optimizer's state for an array: NumPy arrays and numbers by name, {} before a step."""
         body = optimizer, address.key
-        state: State = self._routes.call(address.server, messages.OPTIMIZER_STATE, body).wait()
+        call = self._routes.call(address.server, messages.OPTIMIZER_STATE, body)
+        state: State = call.wait()
         return state
 
     def load_state(self, optimizer: int, address: Address, state: State) -> None:
         body = optimizer, address.key, state
-        self._routes.call(address.server, messages.LOAD_OPTIMIZER_STATE, body).wait()
+        call = self._routes.call(address.server, messages.LOAD_OPTIMIZER_STATE, body)
+        call.wait()

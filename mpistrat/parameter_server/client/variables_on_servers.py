@@ -77,7 +77,8 @@ class RemoteVariable(Variable):
         Raises: ValueError for other indices, or a variable without dimensions; IndexError if a row does not exist.
         """
         check_strategy(self)
-        rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
+        indices = arrays.detach_read(indices)
+        rows = arrays.to_numpy(arrays.as_array(indices))
         if not self.shape:
             raise ValueError(f"sparse_read: variable {self.name!r} is a number, and has no rows")
         if rows.ndim != 1 or not (arrays.is_integer(rows) or not rows.size):
@@ -94,7 +95,8 @@ class RemoteVariable(Variable):
         replica = current_local_replica()
         if replica is None:
             return value
-        return arrays.to_device(value, self.strategy.extended.worker_devices[replica])
+        device = self.strategy.extended.worker_devices[replica]
+        return arrays.to_device(value, device)
 
     def change(self, method: str, operand: Any) -> Change:
         """Return the update of this variable's array, for `Client.change`.
@@ -104,14 +106,16 @@ class RemoteVariable(Variable):
         like = self.address.spec.empty()
         fits = fitting_operand(method, like, operand, self.name)
         if isinstance(fits, IndexedSlices):
-            values = arrays.cast_like(arrays.detach_read(fits.values), like)
-            indices = arrays.to_numpy(fits.indices).astype(np.int64, copy=False)
-            fits = IndexedSlices(values, indices)
+            values = arrays.detach_read(fits.values)
+            values = arrays.cast_like(values, like)
+            indices = arrays.to_numpy(fits.indices)
+            fits = IndexedSlices(values, indices.astype(np.int64, copy=False))
         return Change(self.address, method, fits)
 
     def _update(self, method: str, operand: Any) -> Any:
         check_strategy(self)
-        value = self.client.change([self.change(method, operand)])[0]
+        change = self.change(method, operand)
+        (value,) = self.client.change([change])
         return self if value is None else value
 
 
@@ -143,9 +147,8 @@ class VariablesOnServers(VariableStore):
         partitioner: Partitioner | None,
         chief_alone_creates: bool,
     ) -> None:
-        super().__init__(
-            [f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in range(len(job.servers))]
-        )
+        tasks = range(len(job.servers))
+        super().__init__([f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in tasks])
         self.owns_initial_values = owns
         self._strategy = strategy
         self._job = job
@@ -168,7 +171,9 @@ class VariablesOnServers(VariableStore):
     def copies(self, variable: Any) -> Sequence[Any]:
         if not isinstance(variable, Variable):
             raise ValueError(f"update needs a variable, got {variable!r:.60}")
-        return variable.values[:1] if isinstance(variable, AggregatingVariable) else (variable,)
+        if isinstance(variable, AggregatingVariable):
+            return variable.values[:1]
+        return (variable,)
 
     @contextlib.contextmanager
     def colocated(self, variable: Any) -> Iterator[None]:
@@ -205,7 +210,8 @@ class VariablesOnServers(VariableStore):
         except BaseException as error:
             # Ranks without this error may already wait for the variable's first array, and have used up one number for
             # it. So this rank uses up the same number and, if it makes the arrays, sends them the error.
-            self._publish_failure(*self._next_place(0), name, error)
+            server, key = self._next_place(0)
+            self._publish_failure(server, key, name, error)
             raise
 
         def value_of_part(first: int, size: tuple[int, ...]) -> Any:
@@ -213,15 +219,20 @@ class VariablesOnServers(VariableStore):
                 return called_for_part(initial_value, dtype, size, first)
             return whole[first : first + size[0]] if sizes else whole
 
-        made_of = None if whole is None else arrays.dtype_name(whole)
+        made_of = None
+        if whole is not None:
+            made_of = arrays.dtype_name(whole)
         if not sizes:
-            return [self._placed(0, name, shape, made_of, partial(value_of_part, 0, shape))]
+            value = partial(value_of_part, 0, shape)
+            return [self._placed(0, name, shape, made_of, value)]
         addresses: list[Address] = []
-        firsts = itertools.accumulate(sizes, initial=0)
-        for part, (first, rows) in enumerate(zip(firsts, sizes, strict=False)):
+        first = 0
+        for part, rows in enumerate(sizes):
             size = (rows, *shape[1:])
             value = partial(value_of_part, first, size)
-            addresses.append(self._placed(part, f"{name}/part_{part}", size, made_of, value))
+            address = self._placed(part, f"{name}/part_{part}", size, made_of, value)
+            addresses.append(address)
+            first += rows
         return addresses
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
@@ -232,16 +243,23 @@ class VariablesOnServers(VariableStore):
         if self.partitioner is None or not shape:
             return []
         partitions = self.partitioner(list(shape), dtype)
-        are_numbers = isinstance(partitions, (list, tuple)) and {*map(type, partitions)} == {int}
-        if not are_numbers or partitions[0] < 1 or {*partitions[1:]} - {1}:
+        is_right = isinstance(partitions, (list, tuple)) and len(partitions) > 0
+        if is_right:
+            is_right = all(type(number) is int for number in partitions)
+        if is_right:
+            others = set(partitions[1:])
+            is_right = partitions[0] >= 1 and others <= {1}
+        if not is_right:
+            example = [2] + [1] * (len(shape) - 1)
             raise ValueError(
                 f"variable_partitioner must give the number of parts along the first axis and 1 for the others, such "
-                f"as {[2] + [1] * (len(shape) - 1)}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"
+                f"as {example}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"
             )
-        count = min(partitions[0], shape[0])
+        rows = shape[0]
+        count = min(partitions[0], rows)
         if partitions[0] == 1 or not count:
             return []
-        return equal_parts(shape[0], count)
+        return equal_parts(rows, count)
 
     def _placed(
         self,
@@ -282,9 +300,11 @@ class VariablesOnServers(VariableStore):
 
     def _next_place(self, part: int) -> tuple[int, int]:
         """Return the next server, or inside `colocated` the other variable's server, and the new array's number."""
-        if not self._colocated:
-            return next(self._turns), next(self._keys)
-        return self._colocated[part % len(self._colocated)], next(self._keys)
+        colocated = self._colocated
+        key = next(self._keys)
+        if not colocated:
+            return next(self._turns), key
+        return colocated[part % len(colocated)], key
 
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
         """If this rank makes arrays, send the error to the ranks that wait for this array."""
@@ -297,7 +317,9 @@ def parts_of(variable: Any) -> Sequence[Any]:
     """Return the parts of a split variable (also inside an `AggregatingVariable`), else a list of the value alone."""
     if isinstance(variable, AggregatingVariable):
         variable = variable.values[0]
-    return variable.variables if isinstance(variable, RemoteShards) else [variable]
+    if isinstance(variable, RemoteShards):
+        return variable.variables
+    return [variable]
 
 
 def variable_of(

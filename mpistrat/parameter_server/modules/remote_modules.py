@@ -58,7 +58,9 @@ class RemoteModules(StrategyModules):
 
     def _rule(self) -> str:
         workers = self.parts.strategy.workers_combined
-        return "sum" if workers == 1 else self.parts.rule.decided(f"step() over {workers} workers")
+        if workers == 1:
+            return "sum"
+        return self.parts.rule.decided(f"step() over {workers} workers")
 
     def before_run(self) -> None:
         """Place new tensors on the servers, and pull the servers' values into all tensors.
@@ -108,18 +110,21 @@ class RemoteModules(StrategyModules):
         tensors = self.tensors
         for name, parameter in new.parameters:
             if parameter not in tensors:
-                remote = tensors.add(parameter, self._place(name, parameter.detach()))
+                addresses = self._place(name, parameter.detach())
+                remote = tensors.add(parameter, addresses)
                 self.steps.add(parameter, remote)
                 if self._is_looked_up(parameter, remote.split):
                     leave_on_servers(parameter, remote)
         for name, _, _, buffer in new.buffers:
             if buffer not in tensors:
-                tensors.add(buffer, self._place(name, buffer.detach()))
+                addresses = self._place(name, buffer.detach())
+                tensors.add(buffer, addresses)
         for module in self._recorded():
             hooks.before_copy(module, self.refresh)
 
     def _recorded(self) -> Iterator[torch.nn.Module]:
-        return itertools.chain.from_iterable(root.modules() for root in self.recorder.roots())
+        for root in self.recorder.roots():
+            yield from root.modules()
 
     def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
         """Whether to leave the parameter on servers, and pull only the rows that a forward looks up.
@@ -129,9 +134,10 @@ class RemoteModules(StrategyModules):
         """
         if self.parts.group.num_local_replicas > 1:
             return False
-        users = [
-            module for module in self._recorded() if parameter in {*module._parameters.values()}
-        ]
-        if {*map(looks_up, users)} != {True}:
+        users = []
+        for module in self._recorded():
+            if parameter in {*module._parameters.values()}:
+                users.append(module)
+        if not users or not all(looks_up(user) for user in users):
             return False
         return split or any(user.sparse for user in users)

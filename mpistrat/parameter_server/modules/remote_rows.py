@@ -23,10 +23,27 @@ _LOOKUPS = (functional.embedding, functional.embedding_bag)
 # Attributes and methods of a tensor that do not need its numbers.
 _ABOUT = frozenset(
     (
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "__hash__"),
-        *("is_floating_point", "is_complex", "is_signed", "get_device", "untyped_storage"),
-        *("is_contiguous", "stride", "storage_offset", "requires_grad_", "backward"),
-        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "__len__",
+        "__hash__",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "untyped_storage",
+        "is_contiguous",
+        "stride",
+        "storage_offset",
+        "requires_grad_",
+        "backward",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
     )
 )
 _NUMBERS = tuple(
@@ -44,7 +61,8 @@ def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
     """Free the parameter's memory and turn it into a `RemoteRows`, whose values are on the servers alone."""
     hooks.before_export(_refuse_rows)
     shape = parameter.shape
-    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
+    zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    parameter.data = zero.expand(shape)
     parameter.__class__ = RemoteRows
     assert isinstance(parameter, RemoteRows)
     parameter.remote = remote
@@ -116,10 +134,12 @@ def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise RuntimeError("an embedding whose rows are on servers cannot have max_norm")
     if not isinstance(weight, RemoteRows):
         raise TypeError("the indices are an embedding with its rows on servers")
-    indices, arguments["input"] = torch.unique(arguments["input"], return_inverse=True)
+    indices, inverse = torch.unique(arguments["input"], return_inverse=True)
+    arguments["input"] = inverse
     arguments["weight"] = _Rows.apply(weight, indices)
     if padding is not None:
-        found = (indices == padding % len(weight)).nonzero()
+        row = padding % len(weight)
+        found = (indices == row).nonzero()
         arguments["padding_idx"] = int(found[0]) if len(found) else None
     arguments["sparse"] = False
     return func(**arguments)
@@ -159,10 +179,13 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     owns the parameter; otherwise it is lost. The result is then the `RemoteRows`.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    tensors = (i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    at = next(tensors)
     target = leaves[at]
     writes_rows = isinstance(target, RemoteRows)
-    leaves = [_Whole.apply(leaf) if isinstance(leaf, RemoteRows) else leaf for leaf in leaves]
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, RemoteRows):
+            leaves[i] = _Whole.apply(leaf)
     if writes_rows:
         leaves[at] = target.remote.pull(target)
     args, kwargs = pytree.tree_unflatten(leaves, structure)

@@ -43,7 +43,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         on servers, if `step` is called in a run, or other parameters of the optimizer are on servers.
     """
     parameters = hooks.parameters_of(optimizer)
-    remote = [*filter(_remote.__contains__, parameters)]
+    remote = [parameter for parameter in parameters if parameter in _remote]
     if not remote and not _inside_run():
         return None
     for parameter in parameters:
@@ -59,10 +59,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(
             "optimizer.step(closure): servers step with a gradient alone; call backward() and then step()"
         )
-    steps: RemoteSteps = _remote[remote[0]][1]
+    steps: RemoteSteps
+    _, steps = _remote[remote[0]]
     steps.step(optimizer)
     # The twin has no parameters to step; other effects of `step` still happen.
-    return (hooks.twin_of(optimizer, lambda _: []), *args[1:]), kwargs
+    twin = hooks.twin_of(optimizer, lambda _: [])
+    return (twin, *args[1:]), kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -115,15 +117,18 @@ class RemoteSteps:
         """
         mean = self._rule() == "mean"
         remote = self.of(optimizer)
-        now = None if self._clock is None else self._clock.round_to_send_in()
+        now = None
+        if self._clock is not None:
+            now = self._clock.round_to_send_in()
         changes: list[Change] = []
         for group in optimizer.param_groups:
-            step = GradientMethod(
-                remote.number, server_optimizers.hyperparameters(group), now, mean
-            )
+            numbers = server_optimizers.hyperparameters(group)
+            step = GradientMethod(remote.number, numbers, now, mean)
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    changes += _changes(_remote[parameter][0], parameter.grad.detach(), step)
+                gradient = parameter.grad
+                if gradient is not None:
+                    tensor, _ = _remote[parameter]
+                    changes += _changes(tensor, gradient.detach(), step)
         self._tensors.client.change(changes)
 
     def of(self, optimizer: Optimizer) -> RemoteOptimizer:
@@ -131,13 +136,17 @@ class RemoteSteps:
 
         On the first call, the optimizer gets its number.
         """
-        remote = self._optimizers.get(optimizer) or self.know(optimizer, self._next_number())
+        remote = self._optimizers.get(optimizer)
+        if remote is None:
+            number = self._next_number()
+            remote = self.know(optimizer, number)
         remote.make(optimizer)
         return remote
 
     def know(self, optimizer: Optimizer, number: int) -> RemoteOptimizer:
         """Register the optimizer under its number on the servers, and return its `RemoteOptimizer`."""
-        remote = self._optimizers[optimizer] = RemoteOptimizer(optimizer, number, self._tensors)
+        remote = RemoteOptimizer(optimizer, number, self._tensors)
+        self._optimizers[optimizer] = remote
         return remote
 
 
@@ -148,10 +157,11 @@ def _changes(remote: RemoteTensor, gradient: torch.Tensor, step: GradientMethod)
     indices = gradient.indices()[0]
     values = gradient.values()
     # Parts without any of the rows get a step, too, so that all parts count the same steps.
-    return [
-        Change(address, step, IndexedSlices(values[part], indices[part] - first))
-        for address, first, part in remote.by_part(indices)
-    ]
+    changes = []
+    for address, first, part in remote.by_part(indices):
+        slices = IndexedSlices(values[part], indices[part] - first)
+        changes.append(Change(address, step, slices))
+    return changes
 
 
 class RemoteOptimizer:
@@ -177,38 +187,43 @@ class RemoteOptimizer:
         Raises: TypeError if the servers cannot make or step this class of optimizer.
         """
         for group in optimizer.param_groups:
-            new = {
-                p: _remote[p][0] for p in group["params"] if p in _remote and p not in self._made
-            }
+            new: dict[torch.Tensor, RemoteTensor] = {}
+            for parameter in group["params"]:
+                if parameter in _remote and parameter not in self._made:
+                    new[parameter], _ = _remote[parameter]
             if new:
                 definition = server_optimizers.OptimizerDefinition.of(optimizer, group)
-                arrays = [
-                    (address, tensor.split)
-                    for tensor in new.values()
-                    for address in tensor.addresses
-                ]
+                arrays = []
+                for tensor in new.values():
+                    arrays += [(address, tensor.split) for address in tensor.addresses]
                 self._optimizers.make(self.number, definition, arrays)
                 self._made.update(new)
         self._move_loaded_state(optimizer)
 
     def _move_loaded_state(self, optimizer: Optimizer) -> None:
         """Remove state that the program has loaded into `optimizer.state`; first send it, if this rank is the owner."""
-        for parameter in [p for p in optimizer.state if p in self._made]:
+        states = optimizer.state
+        for parameter in [p for p in states if p in self._made]:
             if self._owns:
-                self._load(self._made[parameter], optimizer.state[parameter])
-            del optimizer.state[parameter]
+                self._load(self._made[parameter], states[parameter])
+            del states[parameter]
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
         """Register the remote parameters as made: another rank (the chief) has had the servers make the optimizer."""
-        parameters = hooks.parameters_of(optimizer)
-        self._made.update((p, _remote[p][0]) for p in parameters if p in _remote)
+        for parameter in hooks.parameters_of(optimizer):
+            if parameter in _remote:
+                self._made[parameter], _ = _remote[parameter]
 
     def _load(self, remote: RemoteTensor, state: dict[str, Any]) -> None:
-        whole: server_optimizers.State = {
-            name: view_of(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
-            for name, value in state.items()
-        }
-        parts = server_optimizers.split_state(whole, remote.rows) if remote.split else [whole]
+        whole = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                whole[name] = view_of(value.detach().cpu())
+            else:
+                whole[name] = value
+        parts = [whole]
+        if remote.split:
+            parts = server_optimizers.split_state(whole, remote.rows)
         for address, part in zip(remote.addresses, parts, strict=True):
             self._optimizers.load_state(self.number, address, part)
 
@@ -219,9 +234,12 @@ class RemoteOptimizer:
             if remote is None or parameter in optimizer.state:
                 continue
             states = [self._optimizers.state(self.number, a) for a in remote.addresses]
-            state = server_optimizers.join_states(states) if remote.split else states[0]
+            state = states[0]
+            if remote.split:
+                state = server_optimizers.join_states(states)
             if state:
-                layout = view_of(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
+                like = torch.empty(0, dtype=parameter.dtype, device="cpu")
+                layout = view_of(like).dtype
                 optimizer.state[parameter] = {
                     name: _as_torch(value, parameter, layout) for name, value in state.items()
                 }
@@ -244,7 +262,9 @@ def _as_torch(value: Any, parameter: torch.Tensor, layout: np.dtype[Any]) -> Any
     if value.dtype == layout:
         return as_buffer_of(parameter, value).to(parameter.device)
     tensor = torch.from_numpy(value)
-    return tensor.to(parameter.device) if value.ndim else tensor
+    if value.ndim:
+        return tensor.to(parameter.device)
+    return tensor
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:

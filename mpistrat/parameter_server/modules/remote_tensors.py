@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -54,7 +53,8 @@ class RemoteTensor:
         """Split `tensor`, of the whole shape, by parts. Returns: for each part its address and a view of its rows."""
         if not self.split:
             return [(self.addresses[0], tensor)]
-        return list(zip(self.addresses, tensor.split(self.rows), strict=True))
+        views = tensor.split(self.rows)
+        return list(zip(self.addresses, views, strict=True))
 
     def changes(self, method: str | GradientMethod, operand: torch.Tensor) -> list[Change]:
         """Return a change for each part, by the part's rows of `operand`, for `Client.change`.
@@ -69,8 +69,11 @@ class RemoteTensor:
         Returns: for each part its address, the number of its first row in the whole tensor, and the slice of `indices`
             with the rows of this part, which may be empty.
         """
-        bounds = [*itertools.accumulate(self.rows, initial=0)]
-        cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
+        bounds = [0]
+        for rows in self.rows:
+            bounds.append(bounds[-1] + rows)
+        sorted_bounds = torch.tensor(bounds, device=indices.device)
+        cuts = torch.searchsorted(indices, sorted_bounds).tolist()
         parts = []
         for number, address in enumerate(self.addresses):
             part = slice(cuts[number], cuts[number + 1])
@@ -87,13 +90,15 @@ class RemoteTensor:
         for row in first_and_last:
             if not 0 <= row < count:
                 raise IndexError(f"row {row} of an embedding of {count} rows does not exist")
-        parts = [
-            self.client.rows(address, (indices[part] - first).cpu().numpy())
-            for address, first, part in self.by_part(indices)
-            if part.start < part.stop or not self.split
-        ]
+        parts = []
+        for address, first, part in self.by_part(indices):
+            if part.start < part.stop or not self.split:
+                of_part = indices[part] - first
+                rows = self.client.rows(address, of_part.cpu().numpy())
+                parts.append(rows)
         if not parts:
-            return self.pull_rows(indices.new_zeros(1))[:0]
+            one_row = self.pull_rows(indices.new_zeros(1))
+            return one_row[:0]
         return torch.cat(parts).to(indices.device)
 
     def pull(self, like: torch.Tensor) -> torch.Tensor:
@@ -154,9 +159,12 @@ class RemoteTensors:
         remote = self[value]
         places = tuple((address.server, address.key) for address in remote.addresses)
         self._by_place[places] = value
-        kind = BUFFER
-        if isinstance(value, torch.nn.Parameter):
-            kind = ROWS if remote.rows_only else PARAMETER
+        if not isinstance(value, torch.nn.Parameter):
+            kind = BUFFER
+        elif remote.rows_only:
+            kind = ROWS
+        else:
+            kind = PARAMETER
         return kind, places, value.device.type, value.requires_grad
 
     def find(self, key: TensorKey) -> torch.Tensor:
@@ -164,18 +172,22 @@ class RemoteTensors:
 
         Raises: KeyError if the tensor was garbage-collected.
         """
-        return self._by_place[key[1]]
+        _, places, _, _ = key
+        return self._by_place[places]
 
     def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
         """Return (RemoteTensor, the detached tensor) for each of the tensors that is on servers.
 
         Leaves out None, tensors that are not on servers, and embeddings without memory on this rank.
         """
-        return [
-            (self[tensor], tensor.detach())
-            for tensor in tensors
-            if tensor is not None and tensor in self and not self[tensor].rows_only
-        ]
+        held = []
+        for tensor in tensors:
+            if tensor is None or tensor not in self:
+                continue
+            remote = self[tensor]
+            if not remote.rows_only:
+                held.append((remote, tensor.detach()))
+        return held
 
     def sync(self, held: Sequence[Held]) -> None:
         """Pull the servers' values into the tensors of `held`. An owner first sends the tensors that it has written."""
@@ -207,12 +219,14 @@ class RemoteTensors:
     def begin_run(self, registry: Registry) -> None:
         """Pull the servers' values into the tensors of `registry`, and keep copies of the buffers for `end_run`."""
         slots = {slot.tensor(): slot for slot in registry.buffers}  # modules may share a buffer
-        self.sync(self.held([*registry.parameters(), *slots]))
-        self._pulled = [
-            _PulledBuffer(self[tensor], slot, tensor, tensor.clone())
-            for tensor, slot in slots.items()
-            if tensor is not None and tensor in self
-        ]
+        tensors = [*registry.parameters(), *slots]
+        self.sync(self.held(tensors))
+        pulled = []
+        for tensor, slot in slots.items():
+            if tensor is not None and tensor in self:
+                buffer = _PulledBuffer(self[tensor], slot, tensor, tensor.clone())
+                pulled.append(buffer)
+        self._pulled = pulled
 
     def end_run(self) -> None:
         """Send the difference that the run has made to each buffer. The servers add the differences of all ranks.
@@ -241,7 +255,7 @@ def _put_back(slot: BufferSlot, tensor: torch.Tensor) -> None:
     now = slot.tensor()
     if module is None or now is None or now is tensor:
         return
-    if (now.shape, now.dtype) == (tensor.shape, tensor.dtype):
+    if now.shape == tensor.shape and now.dtype == tensor.dtype:
         with torch.no_grad():
             tensor.copy_(now)
         module._buffers[slot.key] = tensor

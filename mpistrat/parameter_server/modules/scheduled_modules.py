@@ -65,11 +65,13 @@ class WorkerModules(StrategyModules):
         kind, places, device, requires_grad = key
         tensor = self._by_place.get(places)
         if tensor is None:
-            tensor = self._by_place[places] = self._make(kind, places, device)
+            tensor = self._make(kind, places, device)
+            self._by_place[places] = tensor
         if kind != BUFFER and tensor not in self.registry:
             tensor.requires_grad_(requires_grad)
             tensor.grad = None
-            self.registry.add_parameter(self._tensors[tensor].addresses[0].name, tensor)
+            first = self._tensors[tensor].addresses[0]
+            self.registry.add_parameter(first.name, tensor)
         return tensor
 
     def reduction_of(self, value: Any) -> None:
@@ -85,10 +87,13 @@ class WorkerModules(StrategyModules):
             rows = sum(address.spec.shape[0] for address in addresses)
             shape = (rows, *shape[1:])
         device = self.parts.replicas.device_of_modules or device  # the key has the chief's device
-        memory = torch.zeros((), dtype=dtype, device=device).expand(shape)
-        if kind != ROWS:
-            memory = torch.empty(shape, dtype=dtype, device=device)
-        tensor = memory if kind == BUFFER else torch.nn.Parameter(memory, False)
+        if kind == ROWS:
+            zero = torch.zeros((), dtype=dtype, device=device)
+            tensor = zero.expand(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        if kind != BUFFER:
+            tensor = torch.nn.Parameter(tensor, False)
         remote = self._tensors.add(tensor, addresses)
         if kind == ROWS:
             leave_on_servers(tensor, remote)
@@ -108,7 +113,8 @@ class WorkerModules(StrategyModules):
         Args: number: an optimizer's number on the servers; None for a module.
         """
         if isinstance(value, Optimizer) and number is not None:
-            self._steps.know(value, number).made_elsewhere(value)
+            remote = self._steps.know(value, number)
+            remote.made_elsewhere(value)
         elif isinstance(value, torch.nn.Module):
             self._modules.append(value)
 
@@ -193,14 +199,18 @@ class ChiefReferences:
         Raises: RuntimeError for a lazy parameter without a shape, and for a parameter with hooks.
         """
         if isinstance(value, LRScheduler):
-            return SCHEDULER if has_remote_parameters(value.optimizer) else None
+            if has_remote_parameters(value.optimizer):
+                return SCHEDULER
+            return None
         if not isinstance(value, (torch.nn.Module, torch.Tensor)):
             return None
-        if self._modules.recorder.changed:
-            self._modules.mirror_new()
+        modules = self._modules
+        if modules.recorder.changed:
+            modules.mirror_new()
         if isinstance(value, torch.nn.Module):
             return None
-        key = self._modules.tensors.key_of(value)
+        tensors = modules.tensors
+        key = tensors.key_of(value)
         if key is None:
             if is_lazy(value):
                 raise RuntimeError(
@@ -213,7 +223,7 @@ class ChiefReferences:
                 f"parameter {self._name_of(value)} has a hook, and workers do not get hooks of parameters. Register it "
                 "in the scheduled function, or on the parameter's module"
             )
-        self._modules.tensors.send_written(self._modules.tensors.held([value]))
+        tensors.send_written(tensors.held([value]))
         return key
 
     def resolve(self, key: Any) -> Any:
@@ -247,4 +257,6 @@ class ChiefReferences:
             for name, parameter in root.named_parameters():
                 if parameter is tensor:
                     return f"{type(root).__name__}.{name}"
-        return f"of shape {list(tensor.shape)}" if not is_lazy(tensor) else ""
+        if is_lazy(tensor):
+            return ""
+        return f"of shape {list(tensor.shape)}"

@@ -72,23 +72,27 @@ class Channel:
         self._full: dict[int, PipeOutbox] = {}  # by descriptor
         self._pidfds: dict[int, int] = {}  # by rank
         self._watched: dict[int, int] = {}  # ranks, by the pidfds that are polled
-        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
-        ranks_of_node = node.allgather(comm.rank) if pipes else [comm.rank]
+        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank))
+        ranks_of_node = [self.rank]
+        if pipes:
+            ranks_of_node = node.allgather(self.rank)
         node.Free()
         self._poll = select.poll()
         self._poll.register(self._inbox.descriptor, select.POLLIN)
         addresses = comm.allgather(self._inbox.address)
         for peer in ranks_of_node:
+            address = addresses[peer]
             try:
-                self._pipes[peer] = PipeOutbox(addresses[peer], self.rank)
+                self._pipes[peer] = PipeOutbox(address, self.rank)
             except OSError:  # a container of its own, or a /proc that shows no other processes
                 continue
             if peer != self.rank:
-                self._watch(peer, addresses[peer].pid)
+                self._watch(peer, address.pid)
         reached = comm.allgather({*self._pipes})  # waits until all ranks have opened pipes
         self._mpi = MpiMessages(comm)
         reached_by_all = set.intersection(*reached)
-        self._uses_mpi = len(self._pipes) < self.size or self.rank not in reached_by_all
+        reaches_all = len(self._pipes) == self.size
+        self._uses_mpi = not reaches_all or self.rank not in reached_by_all
         self._looked = 0.0
 
     def _watch(self, peer: int, pid: int) -> None:
@@ -118,7 +122,8 @@ class Channel:
 
     def pid_of(self, rank: int) -> int | None:
         """Return the process id of `rank`; None if that rank is on another node or in another container."""
-        return self._pipes[rank].pid if rank in self._pipes else None
+        pipe = self._pipes.get(rank)
+        return None if pipe is None else pipe.pid
 
     def shares_memory_with(self, rank: int) -> bool:
         """Whether this process can open the rank's files in /proc, and so map its memory. True for this rank, too."""
@@ -151,7 +156,9 @@ class Channel:
 
     def _is_sending(self, rank: int) -> bool:
         pipe = self._pipes.get(rank)
-        return self._mpi.is_sending(rank) if pipe is None else pipe.descriptor in self._full
+        if pipe is None:
+            return self._mpi.is_sending(rank)
+        return pipe.descriptor in self._full
 
     def wake(self) -> None:
         """Make this rank's `receive` that waits now (else the next one) return at once. Called by: any thread."""
@@ -170,7 +177,8 @@ class Channel:
         while True:
             waited = time.monotonic() - begin
             left = max(0.0, seconds - waited)
-            found, woken = self._look(0.0 if self._uses_mpi else left)
+            longest = 0.0 if self._uses_mpi else left
+            found, woken = self._look(longest)
             if found or woken or not left:
                 return found
             if self._uses_mpi:
@@ -183,7 +191,9 @@ class Channel:
         Returns: (sender, message) pairs, also (rank, LOST) for each rank that has died now; and True if `receive` is to
             return even without a message, because a thread has called `wake` or a waiting message has gone out.
         """
-        timeout = None if seconds == math.inf else math.ceil(seconds * 1000)
+        timeout = None
+        if seconds != math.inf:
+            timeout = math.ceil(seconds * 1000)
         ready = {descriptor for descriptor, _ in self._poll.poll(timeout)}
         dead = self._exited(ready)
         # A dead rank may have written until its death, so the pipe is read until it is empty.
@@ -192,13 +202,15 @@ class Channel:
         with self._sending:
             woken = self._flush_pipes(ready) or len(found) < len(received)
             if self._uses_mpi:
-                found += [(source, read_message(*message)) for source, message in self._mpi.read()]
+                for source, (data, buffers) in self._mpi.read():
+                    found.append((source, read_message(data, buffers)))
                 woken |= self._mpi.flush()
                 dead += self._failed_elsewhere()
             # Messages of dead ranks may still arrive.
-            found = [(sender, message) for sender, message in found if sender not in self.lost]
-            for rank in set(dead) - self.lost:
-                self.lost.add(rank)
+            lost = self.lost
+            found = [(sender, message) for sender, message in found if sender not in lost]
+            for rank in set(dead) - lost:
+                lost.add(rank)
                 found.append((rank, LOST))
                 self._inbox.forget(rank)
                 self._mpi.forget(rank)
@@ -216,11 +228,13 @@ class Channel:
 
     def _flush_pipes(self, ready: set[int]) -> bool:
         """Write waiting messages to pipes that have room again. Returns: whether a pipe has taken all its messages."""
+        full = self._full
         has_emptied = False
-        for descriptor in ready & self._full.keys():
-            if self._full[descriptor].flush():
+        for descriptor in ready & full.keys():
+            pipe = full[descriptor]
+            if pipe.flush():
                 self._poll.unregister(descriptor)
-                del self._full[descriptor]
+                del full[descriptor]
                 has_emptied = True
         return has_emptied
 

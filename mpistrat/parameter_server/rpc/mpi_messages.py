@@ -21,6 +21,10 @@ HEAD = 1
 BUFFERS = 2
 
 
+_Sent = tuple[int, list[MPI.Request], Any]  # receiver, requests, and the memory that they send
+_Message = tuple[bytes, list[np.ndarray]]  # a pickle and its buffers
+
+
 class MpiMessages:
     """Sends and receives messages over a communicator. Called by: one thread at a time.
 
@@ -31,7 +35,7 @@ class MpiMessages:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._sent: deque[tuple[int, list[MPI.Request], Any]] = deque()
+        self._sent: deque[_Sent] = deque()
         self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in the order of sending
         self._dropped: list[_Arriving] = []  # kept because MPI may still write to their buffers
         self._broken: set[int] = set()  # ranks that MPI has reported as dead
@@ -40,21 +44,28 @@ class MpiMessages:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         raw = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
-        first = pickle.dumps((head, [len(data) for data in raw]), protocol=5)
+        lengths = [len(data) for data in raw]
+        first = pickle.dumps((head, lengths), protocol=5)
         with self._until_loss_of(to):
-            requests = [self._comm.Isend([first, MPI.BYTE], to, HEAD)]
-            requests += [
-                self._comm.Isend([data, MPI.BYTE], to, BUFFERS) for data in raw if len(data)
-            ]
+            send = self._comm.Isend
+            requests = [send([first, MPI.BYTE], to, HEAD)]
+            for data in raw:
+                if len(data):
+                    requests.append(send([data, MPI.BYTE], to, BUFFERS))
             self._sent.append((to, requests, (first, raw)))
         self.flush()
 
     def flush(self) -> bool:
         """Free the buffers of messages that MPI has sent. Returns: whether it has sent any since the last call."""
-        before = len(self._sent)
         self._dropped = [message for message in self._dropped if not _all_done(message.requests)]
-        self._sent = deque(entry for entry in self._sent if not _all_done(entry[1]))
-        return len(self._sent) < before
+        left: deque[_Sent] = deque()
+        for message in self._sent:
+            _, requests, _ = message
+            if not _all_done(requests):
+                left.append(message)
+        has_sent = len(left) < len(self._sent)
+        self._sent = left
+        return has_sent
 
     def is_sending(self, to: int) -> bool:
         """Whether MPI is still sending a message to the rank `to`."""
@@ -81,23 +92,27 @@ class MpiMessages:
             group.Free()
             failed.Free()
 
-    def read(self) -> Iterator[tuple[int, tuple[bytes, list[np.ndarray]]]]:
+    def read(self) -> Iterator[tuple[int, _Message]]:
         """Yield the messages that have arrived whole, as (source, (pickle, buffers)), in each source's order.
 
         Does not wait; the caller unpickles the messages.
         """
         status = MPI.Status()
         while (head := self._probe(status)) is not None:
-            if status.source in self._broken:
+            source = status.source
+            if source in self._broken:
                 continue
-            with self._until_loss_of(status.source):
-                arriving = _Arriving(self._comm, status.source, head, status.Get_count(MPI.BYTE))
-                self._arriving.setdefault(status.source, deque()).append(arriving)
+            with self._until_loss_of(source):
+                nbytes = status.Get_count(MPI.BYTE)
+                arriving = _Arriving(self._comm, source, head, nbytes)
+                queue = self._arriving.setdefault(source, deque())
+                queue.append(arriving)
         for source, queue in list(self._arriving.items()):
             # All buffers have the same tag, so a message's buffers arrive after the buffers of earlier messages.
             with self._until_loss_of(source):
                 while queue and queue[0].has_come():
-                    yield source, queue.popleft().message
+                    arrived = queue.popleft()
+                    yield source, arrived.message
             if not queue or source in self._broken:
                 self._drop(source)
 
@@ -132,7 +147,7 @@ class _Arriving:
         self._first = bytearray(nbytes)
         self.requests = [head.Irecv([self._first, MPI.BYTE])]
         self._has_head = False
-        self.message: tuple[bytes, list[np.ndarray]] = (b"", [])
+        self.message: _Message = (b"", [])
 
     def has_come(self) -> bool:
         if not all(request.Test() for request in self.requests):
@@ -143,11 +158,12 @@ class _Arriving:
         buffers = [np.empty(length, np.uint8) for length in lengths]
         self.message = (head, buffers)
         self._has_head = True
-        self.requests = [
-            self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
-            for buffer in buffers
-            if len(buffer)
-        ]
+        requests = []
+        for buffer in buffers:
+            if len(buffer):
+                request = self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
+                requests.append(request)
+        self.requests = requests
         return self.has_come()
 
 

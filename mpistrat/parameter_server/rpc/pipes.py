@@ -25,6 +25,9 @@ _CAPACITY = 1 << 20
 _AT_ONCE = 1 << 18  # bytes of a read
 
 
+_Received = tuple[int, bytes | bytearray]  # the writer's rank and its message
+
+
 class PipeAddress(NamedTuple):
     """The writing end of a process's pipe.
 
@@ -50,29 +53,31 @@ class PipeInbox:
         with contextlib.suppress(OSError):
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
         # The writing end stays open, because the other processes open it through this process.
-        self.address = PipeAddress(os.getpid(), writer, os.fstat(writer).st_ino)
+        inode = os.fstat(writer).st_ino
+        self.address = PipeAddress(os.getpid(), writer, inode)
         for end in (self.descriptor, writer):
             weakref.finalize(self, os.close, end).atexit = False
         self._rest = b""
         self._begun: dict[int, bytearray] = {}  # by writer
 
-    def read(self, *, everything: bool = False) -> list[tuple[int, bytes | bytearray]]:
+    def read(self, *, everything: bool = False) -> list[_Received]:
         """Return the messages that have arrived whole, as (writer's rank, message), in each writer's order; [] if none.
 
         Args: everything: True reads until the pipe is empty; False reads once, at most 256 KB, because other processes
             may write all the time.
         """
-        found: list[tuple[int, bytes | bytearray]] = []
+        found: list[_Received] = []
         while True:
             try:
                 data = self._rest + os.read(self.descriptor, _AT_ONCE)
             except BlockingIOError:
                 return found
-            self._rest = data[self._take(data, found) :]
+            taken = self._take(data, found)
+            self._rest = data[taken:]
             if not everything:
                 return found
 
-    def _take(self, data: bytes, found: list[tuple[int, bytes | bytearray]]) -> int:
+    def _take(self, data: bytes, found: list[_Received]) -> int:
         """Append to `found` the messages that `data` completes. Returns: the offset of the first incomplete piece."""
         start = 0
         while len(data) - start >= _HEADER.size:
@@ -106,7 +111,8 @@ class PipeOutbox:
 
     def __init__(self, address: PipeAddress, writer: int) -> None:
         path = f"/proc/{address.pid}/fd/{address.descriptor}"
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        self.descriptor = os.open(path, flags)
         if os.fstat(self.descriptor).st_ino != address.inode:
             os.close(self.descriptor)
             raise OSError(f"process {address.pid} is another one here, in another container")
@@ -120,10 +126,13 @@ class PipeOutbox:
 
         Never waits. Returns: whether the whole message, and all earlier messages, are written.
         """
-        for start in range(0, max(len(message), 1), _PIECE):
-            piece = message[start : start + _PIECE]
-            last = start + _PIECE >= len(message)
-            self._unwritten.append(_HEADER.pack(self._writer, len(piece), last) + piece)
+        nbytes = len(message)
+        for start in range(0, max(nbytes, 1), _PIECE):
+            end = start + _PIECE
+            piece = message[start:end]
+            last = end >= nbytes
+            header = _HEADER.pack(self._writer, len(piece), last)
+            self._unwritten.append(header + piece)
         return self.flush()
 
     def flush(self) -> bool:
@@ -131,13 +140,14 @@ class PipeOutbox:
 
         Returns: whether no piece is left; True also if the reader has died, and then the pieces are dropped.
         """
-        while self._unwritten:
+        unwritten = self._unwritten
+        while unwritten:
             try:
-                os.write(self.descriptor, self._unwritten[0])
+                os.write(self.descriptor, unwritten[0])
             except BlockingIOError:
                 return False
             except BrokenPipeError:  # the reader has died; `Channel` notices that
-                self._unwritten.clear()
+                unwritten.clear()
                 return True
-            self._unwritten.popleft()
+            unwritten.popleft()
         return True

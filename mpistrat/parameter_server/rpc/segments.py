@@ -69,11 +69,12 @@ class Segments:
         if nbytes >= _SLAB // 4:
             return _region_of_file(nbytes)
         room = whole_lines(max(nbytes, 1))
-        if room > len(self._rest.memory):
-            self._rest = _region_of_file(_SLAB)
-        region = self._rest.part(0, nbytes)
-        self._rest = self._rest.part(room, len(self._rest.memory) - room)
-        return region
+        rest = self._rest
+        if room > len(rest.memory):
+            rest = _region_of_file(_SLAB)
+        left = len(rest.memory) - room
+        self._rest = rest.part(room, left)
+        return rest.part(0, nbytes)
 
 
 def _region_of_file(nbytes: int) -> SharedRegion:
@@ -88,9 +89,8 @@ def _region_of_file(nbytes: int) -> SharedRegion:
     # the array keeps the base alive.
     weakref.finalize(memory.base, os.close, descriptor).atexit = False
     inode = os.fstat(descriptor).st_ino
-    return SharedRegion(
-        memory[:nbytes], RegionHandle(os.getpid(), descriptor, inode, nbytes, 0, nbytes)
-    )
+    handle = RegionHandle(os.getpid(), descriptor, inode, nbytes, 0, nbytes)
+    return SharedRegion(memory[:nbytes], handle)
 
 
 def _new_file() -> int:
@@ -104,7 +104,7 @@ def _new_file() -> int:
         if error.errno != errno.EMFILE:
             raise
     # The soft limit is often 1,024; a large model has more arrays.
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return anonymous_file()
 
@@ -160,4 +160,8 @@ class Mappings:
 
     def forget(self, pid: int | None) -> None:
         """Unmap the regions of a process that has died; do nothing for None."""
-        self._files = {key: memory for key, memory in self._files.items() if key[0] != pid}
+        left = {}
+        for key, memory in self._files.items():
+            if key[0] != pid:
+                left[key] = memory
+        self._files = left

@@ -68,7 +68,9 @@ class Backup:
 
     def covers(self, keys: Iterable[int]) -> bool:
         """Whether the backup lives and has copies of all these arrays."""
-        return self._rank is not None and self._names.keys() >= {*keys}
+        if self._rank is None:
+            return False
+        return self._names.keys() >= {*keys}
 
     def forward(
         self, method: str, source: int, body: Any, region: SharedRegion | None = None
@@ -79,8 +81,9 @@ class Backup:
         """
         forwarded = Forwarded(self._count + 1, region)
         if self._rank is not None:
-            self._rpc.notify(self._rank, CHANGE, (forwarded.number, method, source, body))
-            self._count = forwarded.number  # after `notify`, which may fail
+            number = forwarded.number
+            self._rpc.notify(self._rank, CHANGE, (number, method, source, body))
+            self._count = number  # after `notify`, which may fail
             self._forwarded.append(forwarded)
         return forwarded
 
@@ -92,7 +95,9 @@ class Backup:
         """
         if self._rank is None:
             return
-        value = table.shared if self._shares_memory else messages.inline(table.array)
+        value: messages.PackedTensor = table.shared
+        if not self._shares_memory:
+            value = messages.inline(table.array)
         self.forward(messages.CREATE, source, new._replace(value=value))
         self._names[new.key] = new.name
 
@@ -105,13 +110,15 @@ class Backup:
 
         Args: operands: the arrays of all updates, in order.
         """
-        packed, region = messages.pack(operands, self._buffers if self._shares_memory else None)
+        buffers = self._buffers if self._shares_memory else None
+        packed, region = messages.pack(operands, buffers)
         parts = iter(packed)
-        again = [
-            update._replace(operand=list(islice(parts, len(update.operand))))
-            for update in updates.updates
-        ]
-        return self.forward(messages.UPDATE, source, updates._replace(updates=again), region)
+        again = []
+        for update in updates.updates:
+            operand = list(islice(parts, len(update.operand)))
+            again.append(update._replace(operand=operand))
+        updates = updates._replace(updates=again)
+        return self.forward(messages.UPDATE, source, updates, region)
 
     def when_safe(self, call: Callable[[], None]) -> None:
         """Call a function when the backup has made all changes forwarded so far; call it now if it has.
@@ -135,10 +142,11 @@ class Backup:
         assert forwarded.number == number, (forwarded.number, number)
         if bool(why_not) != forwarded.failed:
             self._rpc.notify(self._rank, ABANDON)  # before clients get answers
-            names = ", ".join(map(repr, self._names.values()))
+            names = ", ".join(repr(name) for name in self._names.values())
+            reason = why_not or "the replica made a change that failed here"
             tell(
-                f"{self._rpc.name_of(self._rpc.rank)} has no replica any more of {names}, because "
-                f"the two came to differ: {why_not or 'the replica made a change that failed here'}"
+                f"{self._rpc.own_name} has no replica any more of {names}, because "
+                f"the two came to differ: {reason}"
             )
             self._end()
             return
@@ -228,8 +236,11 @@ class BackupCopies:
     def _change(self, primary: int, body: tuple[int, str, int, Any]) -> None:
         number, method, source, change = body
         self.primary = primary
-        outcome = outcome_of(partial(self._make, method, source, change))
-        why_not = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else ""
+        make = partial(self._make, method, source, change)
+        outcome = outcome_of(make)
+        why_not = ""
+        if isinstance(outcome, Exception):
+            why_not = f"{type(outcome).__name__}: {outcome}"
         self._rpc.notify(primary, CHANGED, (number, why_not))
 
     def _make(self, method: str, source: int, change: Any) -> None:
@@ -240,7 +251,8 @@ class BackupCopies:
         self._changes[method](source, change)
 
     def _create(self, source: int, new: messages.NewArray) -> None:
-        self.names[new.key] = self.copies.create(new).name
+        table = self.copies.create(new)
+        self.names[new.key] = table.name
 
     def _update(self, source: int, updates: messages.Updates) -> None:
         self._lock.passed(source, updates.push)
@@ -254,7 +266,8 @@ class BackupCopies:
 
     def _end_rounds(self, source: int, body: tuple[int, dict[int, int]]) -> None:
         before, who_ended = body
-        for name, error in self.copies.optimizers.end_rounds(before, who_ended.__getitem__):
+        failed = self.copies.optimizers.end_rounds(before, who_ended.__getitem__)
+        for name, error in failed:
             raise RuntimeError(f"the step of {name!r}") from error
 
     def _give_up(self, source: int, body: None) -> None:
