@@ -15,7 +15,18 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client.optimizers_on_servers import OptimizersOnServers
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, session_of
-from mpistrat.parameter_server.protocol.messages import Address, GradientMethod, Push
+from mpistrat.parameter_server.protocol.messages import (
+    Address,
+    GradientMethod,
+    NewArray,
+    Push,
+    SharedTensor,
+    Update,
+    Updates,
+    inline,
+    pack,
+    unpack,
+)
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.protocol.tables import MappedTable
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint, outcome_of, without_errors
@@ -82,8 +93,8 @@ class Client:
         self.used[key] = address
         holder = self.routes.holder_of(server)
         buffers = self._memory.buffers_for(holder)
-        (packed,), region = messages.pack([value], buffers)
-        new = messages.NewArray(key, server, name, spec, packed)
+        (packed,), region = pack([value], buffers)
+        new = NewArray(key, server, name, spec, packed)
         call = self.routes.call(server, messages.CREATE, new, holder)
         call.wait()
         self._memory.buffers.give_back(region)
@@ -138,14 +149,14 @@ class Client:
             if table is not None and memory.buffers_for(holder):
                 region = memory.buffers.take(nbytes)
                 part = region.part(0, nbytes)
-                target = messages.SharedTensor(part.handle, spec)
+                target = SharedTensor(part.handle, spec)
             body = key, target
             call = self.routes.call(server, messages.PULL, body, holder)
             calls.append((out, spec, region, call))
         for out, spec, region, call in calls:
             answer = call.wait()
             if answer is not None:
-                out[...] = messages.unpack(answer, memory.mappings)
+                out[...] = unpack(answer, memory.mappings)
             elif region is not None:
                 memory_of_array = region.memory[: spec.nbytes]
                 out[...] = spec.array_in(memory_of_array)
@@ -162,10 +173,10 @@ class Client:
         if table is not None:
             rows = table.rows(indices)
         if rows is None:
-            body = address.key, messages.inline(indices)
+            body = address.key, inline(indices)
             call = self.routes.call(address.server, messages.ROWS, body)
             answer = call.wait()
-            rows = messages.unpack(answer, self._memory.mappings)
+            rows = unpack(answer, self._memory.mappings)
         count = arrays.num_elements(rows)
         self.bytes_pulled += count * address.spec.itemsize
         return rows
@@ -201,7 +212,7 @@ class Client:
         for at, answer in zip(positions.values(), answers, strict=True):
             for position, value in zip(at, answer, strict=True):
                 if value is not None:
-                    values[position] = messages.unpack(value, self._memory.mappings)
+                    values[position] = unpack(value, self._memory.mappings)
         return values
 
     def _push(
@@ -215,7 +226,7 @@ class Client:
         operands = [_arrays_of(change.operand) for change in changes]
         buffers = self._memory.buffers_for(holder)
         tensors = [array for operand in operands for array in operand]
-        packed, region = messages.pack(tensors, buffers)
+        packed, region = pack(tensors, buffers)
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
         parts = iter(packed)
         updates = []
@@ -223,11 +234,11 @@ class Client:
             key = change.address.key
             of_change = list(islice(parts, len(operand)))
             work, number = self.numbers.number(key)
-            update = messages.Update(key, change.method, of_change, work, number)
+            update = Update(key, change.method, of_change, work, number)
             updates.append(update)
         if push is not None:
             push = push._replace(part=server)
-        body = messages.Updates(updates, push, settled)
+        body = Updates(updates, push, settled)
         call = self.routes.call(server, messages.UPDATE, body, holder)
         return call, region
 

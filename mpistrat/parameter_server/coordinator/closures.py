@@ -91,8 +91,11 @@ class ClosureQueue:
         """
 
         def has_room() -> bool:
-            is_full = len(self._waiting) >= self._most or self._bytes >= self._most_bytes
-            return not self._cancelling and (not is_full or self._closed is not None)
+            if self._cancelling:
+                return False
+            if self._closed is not None:
+                return True
+            return len(self._waiting) < self._most and self._bytes < self._most_bytes
 
         with self.changed:
             self.changed.wait_for(has_room)
@@ -101,7 +104,10 @@ class ClosureQueue:
                 self._next += 1
                 self._open[closure.id] = None
                 self._bytes += len(closure.payload)
-                (self._waiting.appendleft if closure.internal else self._waiting.append)(closure)
+                if closure.internal:
+                    self._waiting.appendleft(closure)
+                else:
+                    self._waiting.append(closure)
             if not closure.internal:
                 self._raise_error()
             if self._closed is not None:
@@ -150,7 +156,7 @@ class ClosureQueue:
         """
         with self.changed:
             # Without the closures that `close` has ended.
-            closures = [*filter(self.under_way.__contains__, closures)]
+            closures = [closure for closure in closures if closure in self.under_way]
             self.under_way.difference_update(closures)
             if self._error is not None:
                 self._cancel(closures, self._error)

@@ -85,14 +85,17 @@ class Dispatcher:
         Called by: threads that have changed the queue or a worker's closures.
         """
         with self._lock:
-            for worker in sorted(self._workers.values(), key=lambda worker: len(worker.in_hand)):
+            workers = self._workers.values()
+            for worker in sorted(workers, key=lambda worker: len(worker.in_hand)):
                 waiting = len(self._queue)
                 if not waiting:
                     return
-                room = worker.ahead - len(worker.in_hand)
-                share = min(room, math.ceil(waiting / len(self._workers)))
+                in_hand = len(worker.in_hand)
+                room = worker.ahead - in_hand
+                share = min(room, math.ceil(waiting / len(workers)))
                 # A worker that still has closures gets the next ones in groups, not one by one.
-                if share > 0 and (not worker.in_hand or share >= worker.ahead // 2):
+                is_ready = not in_hand or share >= worker.ahead // 2
+                if share > 0 and is_ready:
                     self._send(worker, self._queue.take(share))
 
     def end(self) -> None:
@@ -103,9 +106,8 @@ class Dispatcher:
         atexit.unregister(self.end)
         with self._lock:  # so that no other thread has taken a closure and not sent it
             self._ended = True
-            waiting, under_way, error = self._queue.close(
-                UnavailableError("the strategy was shut down: its workers have left")
-            )
+            left = UnavailableError("the strategy was shut down: its workers have left")
+            waiting, under_way, error = self._queue.close(left)
         self._rpc.channel.wake()
         notes = []
         if waiting or under_way:
@@ -115,10 +117,8 @@ class Dispatcher:
         if error is not None:
             notes.append(f"one function raised {type(error).__name__}: {error!s:.300}")
         if notes:
-            tell(
-                f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(notes)}",
-                "ERROR",
-            )
+            text = "; ".join(notes)
+            tell(f"the chief came to its end without ClusterCoordinator.join(): {text}", "ERROR")
 
     def _send(self, worker: _LivingWorker, closures: list[Closure]) -> None:
         if not closures:
@@ -152,7 +152,9 @@ class Dispatcher:
             name = self._rpc.name_of(source)
             ended = []
             for closure, packed, failure in outcomes:
-                error = failure and unpack_error(failure, name, self._cluster.references.resolve)
+                error = None
+                if failure is not None:
+                    error = unpack_error(failure, name, self._cluster.references.resolve)
                 ended.append((worker.in_hand.pop(closure), packed, error))
             self._queue.end(ended)
             over, over_before = self._queue.over(_FEWEST_OVER)
@@ -177,16 +179,17 @@ class Dispatcher:
             worker = self._workers.pop(rank, None)
             if worker is None:
                 return
-            for closure in worker.in_hand.values():
+            closures = list(worker.in_hand.values())
+            for closure in closures:
                 closure.repeated = True
-            self._queue.put_back(list(worker.in_hand.values()))
+            self._queue.put_back(closures)
             if not self._workers:
-                self._queue.close(
-                    UnavailableError(
-                        f"no worker is left to execute closures: the last one, {self._rpc.name_of(rank)}, has died, "
-                        "and under MPI none comes back"
-                    )
+                name = self._rpc.name_of(rank)
+                no_worker = UnavailableError(
+                    f"no worker is left to execute closures: the last one, {name}, has died, "
+                    "and under MPI none comes back"
                 )
+                self._queue.close(no_worker)
             self.hand_out()
 
     def _read(self) -> None:
@@ -223,4 +226,6 @@ class _LivingWorker:
     def took(self, seconds: float) -> None:
         """Adapt `ahead` to the seconds that one closure of this worker has taken (the mean of a message's closures)."""
         self._seconds = max(seconds, 0.8 * self._seconds + 0.2 * seconds)
-        self.ahead = max(1, min(_MOST_AHEAD, int(_SECONDS_AHEAD / max(self._seconds, 1e-9))))
+        expected = max(self._seconds, 1e-9)
+        ahead = int(_SECONDS_AHEAD / expected)
+        self.ahead = max(1, min(_MOST_AHEAD, ahead))

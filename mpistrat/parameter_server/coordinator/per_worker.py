@@ -303,8 +303,12 @@ class DatasetOfWorker:
 
         Raises: ValueError if the dataset is empty.
         """
-        running = None if self._last is None else self._last()
-        first = running.peek() if running else []
+        running = None
+        if self._last is not None:
+            running = self._last()
+        first: list[Any] = []
+        if running is not None:
+            first = running.peek()
         if not first:
             self._begun = self._begun or IteratorOfWorker(iter(self._dataset))
             first = self._begun.peek()
@@ -342,7 +346,9 @@ class IteratorOfWorker(Iterator[Any]):
 
 def _built(source: Any) -> Any:
     """Return a dataset: `source` itself, or the result of a function."""
-    return source if isinstance(source, Iterable) else source()
+    if isinstance(source, Iterable):
+        return source
+    return source()
 
 
 def _same(value: Any) -> Any:

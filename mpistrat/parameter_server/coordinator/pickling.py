@@ -108,11 +108,11 @@ def _resolved(key: Any) -> NoReturn:
 
 
 _DEEPEST = 8
+_Part = tuple[str, Any]  # the description of a part of an object, and the part
+_Pack = Callable[[Any], object]
 
 
-def raise_explained(
-    values: Mapping[str, Any], pack: Callable[[Any], object], error: Exception
-) -> NoReturn:
+def raise_explained(values: Mapping[str, Any], pack: _Pack, error: Exception) -> NoReturn:
     """Raise an error that says why `values` could not be pickled.
 
     Args:
@@ -128,17 +128,18 @@ def raise_explained(
         if isinstance(refused, Exception):
             path, part, reason = _innermost(name, value, refused, pack)
             kind = type(part)
-            module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+            type_name = kind.__qualname__
+            if kind.__module__ != "builtins":
+                type_name = f"{kind.__module__}.{type_name}"
+            because = f"{type(reason).__name__}: {reason}"
             raise TypeError(
-                f"cannot be pickled: {path}, of type {module}{kind.__qualname__} ({type(reason).__name__}: {reason}). "
+                f"cannot be pickled: {path}, of type {type_name} ({because}). "
                 "Make it inside the function that uses it, or leave it out"
             ) from refused
     raise error
 
 
-def _innermost(
-    name: str, value: Any, error: Exception, pack: Callable[[Any], object]
-) -> tuple[str, Any, Exception]:
+def _innermost(name: str, value: Any, error: Exception, pack: _Pack) -> tuple[str, Any, Exception]:
     """Descend from `value` to its innermost part that cannot be pickled alone, at most 8 levels deep.
 
     Returns: the descriptions on the way, joined by arrows; the part; and the error of pickling it.
@@ -161,7 +162,7 @@ def _innermost(
     return " → ".join(path), value, error
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any) -> Iterator[_Part]:
     """Yield a description and the value of each object that pickle would pickle with `value`."""
     if isinstance(value, types.FunctionType):
         yield from _captured(value)
@@ -179,7 +180,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _labelled("its attribute {!r}", vars(value).items())
 
 
-def _labelled(text: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
+def _labelled(text: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[_Part]:
     return ((text.format(key), part) for key, part in parts)
 
 
@@ -188,14 +189,15 @@ def _pickles_itself(kind: type) -> bool:
     return reduce is not object.__reduce__
 
 
-def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _captured(function: types.FunctionType) -> Iterator[_Part]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         with contextlib.suppress(ValueError):  # not assigned to yet
             yield f"its variable {name!r}", cell.cell_contents
     variables = function.__globals__
-    names = sorted(_names_of(function.__code__) & variables.keys())
-    yield from _labelled("its global variable {!r}", ((name, variables[name]) for name in names))
+    used = _names_of(function.__code__) & variables.keys()
+    for name in sorted(used):
+        yield f"its global variable {name!r}", variables[name]
     yield from _labelled("its default value {}", enumerate(function.__defaults__ or ()))
     defaults = function.__kwdefaults__ or {}
     yield from _labelled("its default value of {!r}", defaults.items())

@@ -93,7 +93,9 @@ class RemoteValue(ReadsAsArray):
     def __repr__(self) -> str:
         """Describe the state of the result, without waiting for it or unpickling it."""
         if not self._finished:
-            state = "waiting" if self.worker is None else f"with worker {self.worker}"
+            state = "waiting"
+            if self.worker is not None:
+                state = f"with worker {self.worker}"
         elif self._error is not None:
             state = f"{type(self._error).__name__}: {self._error!s:.60}"
         elif self._packed is not None:
@@ -107,10 +109,14 @@ class RemoteValue(ReadsAsArray):
 
 
 def _outline(leaf: Any) -> Any:
-    return ArraySpec.of(leaf) if arrays.is_array(leaf) else leaf
+    if arrays.is_array(leaf):
+        return ArraySpec.of(leaf)
+    return leaf
 
 
 def _fetched(leaf: Any) -> Any:
     if isinstance(leaf, Variable):
         return leaf.numpy()
-    return arrays.to_numpy(leaf) if arrays.is_array(leaf) else leaf
+    if arrays.is_array(leaf):
+        return arrays.to_numpy(leaf)
+    return leaf

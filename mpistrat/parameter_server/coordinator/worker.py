@@ -117,9 +117,11 @@ class Worker:
                 function, args, kwargs = loads(payload, self._resources.resolve)
                 begin()
                 value = function(*args, **kwargs)
+                if value is None:
+                    return closure, NONE, None
                 pack = functools.partial(dumps, reference_of=reference_of)
                 try:
-                    return closure, NONE if value is None else pack(value), None
+                    return closure, pack(value), None
                 except Exception as error:
                     raise_explained({f"what {name} returned": value}, pack, error)
         except KeyboardInterrupt:  # ends the job, and is no error of the closure

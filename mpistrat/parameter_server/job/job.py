@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.cluster_resolver.roles.job_roles import JobRoles
+from mpistrat.errors import counted
 from mpistrat.liveness.ending import interrupts
 from mpistrat.liveness.ending.job_end import job_end
 from mpistrat.liveness.ending.start_deadline import start_deadline
@@ -95,31 +96,33 @@ class ServerJob:
             pipes = shared_bytes() > 0
             duplicate = comm.Dup()
             channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=pipes)
-        self.rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
-        self.servers = roles.ranks["ps"]
-        self.workers = roles.ranks["worker"]
+        rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
+        self.rpc = rpc
+        ranks = roles.ranks
+        self.servers = ranks["ps"]
+        self.workers = ranks["worker"]
         clients = {*range(comm.Get_size())} - {*self.servers}
         self.clients = tuple(sorted(clients))
-        self.trainers = (*roles.ranks.get("chief", ()), *self.workers)
-        self.client = Client(self.rpc, self.servers, replicated)
+        self.trainers = (*ranks.get("chief", ()), *self.workers)
+        self.client = Client(rpc, self.servers, replicated)
         self.coordinator: int | None = None
-        self.ended = self.is_done = False
+        self.ended = False
+        self.is_done = False
         self.checkpoint = ""
         lost_ranks = LossPolicy(self)
-        self.rpc.describe_death = lost_ranks.describe
-        self.rpc.on_lost(lost_ranks.lost)  # before the server's handler
+        rpc.describe_death = lost_ranks.describe
+        rpc.on_lost(lost_ranks.lost)  # before the server's handler
         self.server: ParameterServer | None = None
         if roles.rank in self.servers:
             backup = self.client.routes.backups.get(roles.rank)
-            self.server = ParameterServer(
-                self.rpc, self.clients, self.trainers, self.trainers[0], backup
-            )
+            creator = self.trainers[0]
+            self.server = ParameterServer(rpc, self.clients, self.trainers, creator, backup)
         self._here = 0
         self._begun = False
-        self.rpc.handle(END, self._end)
-        self.rpc.handle(_HERE, self._comes)
-        self.rpc.handle(_BEGIN, self._may_begin)
-        self.rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
+        rpc.handle(END, self._end)
+        rpc.handle(_HERE, self._comes)
+        rpc.handle(_BEGIN, self._may_begin)
+        rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
         # Exit handlers run last in, first out, so this handler runs before the ranks wait for each other. The servers
         # wait for `done`, so it runs even if the program has dropped its strategy.
         atexit.register(self.done)
@@ -170,8 +173,12 @@ class ServerJob:
 
     def _hear_of_checkpoint(self, source: int, path: str) -> None:
         self.checkpoint = path
-        if self.server is not None and self.rpc.rank == self.living(self.servers)[0]:
-            self.rpc.notify_all(self.server.clients - {source}, _CHECKPOINT, path)
+        if self.server is None:
+            return
+        speaker = self.living(self.servers)[0]
+        if self.rpc.rank == speaker:
+            others = self.server.clients - {source}
+            self.rpc.notify_all(others, _CHECKPOINT, path)
 
     def living(self, ranks: Iterable[int]) -> list[int]:
         """Return these ranks without the ranks that are known to have died."""
@@ -217,10 +224,12 @@ class ServerJob:
         to = [*self.servers]
         if self.rpc.rank == self.coordinator:
             to += self.workers
-        if not self.rpc.run_until(lambda: not self.rpc.channel.unsent(to), _SECONDS_TO_SEND):
-            names = ", ".join(self.name_of(rank) for rank in self.rpc.channel.unsent(to))
+        rpc = self.rpc
+        unsent = rpc.channel.unsent
+        if not rpc.run_until(lambda: not unsent(to), _SECONDS_TO_SEND):
+            names = ", ".join(self.name_of(rank) for rank in unsent(to))
             job_end().end_job(
-                f"ending the job: {self.rpc.own_name} was at its end for {_SECONDS_TO_SEND:g} s, and "
+                f"ending the job: {rpc.own_name} was at its end for {_SECONDS_TO_SEND:g} s, and "
                 f"{names} did not read its messages. See what they do (py-spy dump), or whether they were stopped",
                 1,
             )
@@ -261,11 +270,10 @@ class LossPolicy:
             given_up = job.server.backup_copies.given_up
         if given_up or routes.is_lost_with(rank):
             names_lost = _quoted(given_up.values() or job.client.names_lost())
-            last = f"from its last checkpoint, {job.checkpoint}"
-            return (
-                f"{died}, and with it {names_lost}: the job must be started again, "
-                f"{last if job.checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
-            )
+            last = "and it has no checkpoint of a CheckpointManager"
+            if job.checkpoint:
+                last = f"from its last checkpoint, {job.checkpoint}"
+            return f"{died}, and with it {names_lost}: the job must be started again, {last}"
         primary = job.name_of(routes.primaries[rank])
         kept = _quoted(names.values())
         return (
@@ -290,7 +298,9 @@ class LossPolicy:
         if rank == job.coordinator and not job.ended:
             self._end_job(f"{job.name_of(rank)} has died, and no other rank can schedule functions")
         lost = job.rpc.channel.lost
-        if job.coordinator in lost or job.rpc.rank != self._speaker(rank):
+        if job.coordinator in lost:
+            return
+        if job.rpc.rank != self._speaker(rank):
             return
         if rank in job.servers:
             tell(self.describe(rank), "ERROR")
@@ -308,7 +318,9 @@ class LossPolicy:
         if self._job.server is None:
             return True
         clients = self._job.server.clients
-        return rank in clients or (rank in self._job.servers and bool(clients))
+        if rank in self._job.servers:
+            return bool(clients)
+        return rank in clients
 
     def _speaker(self, lost: int) -> int:
         """Return the rank that writes the message about the death of `lost`; -1 if there is none.
@@ -322,12 +334,15 @@ class LossPolicy:
             return holder
         if job.coordinator is not None:
             return job.coordinator
-        return next(iter(job.living(job.servers)), -1)
+        living = job.living(job.servers)
+        return living[0] if living else -1
 
     def _who_goes_on(self, lost: int, others: Set[int]) -> str:
         job = self._job
         died = f"{job.name_of(lost)} has died"
-        number = f"{len(others) or 'no'} other worker{'s' * (len(others) != 1)}"
+        number = "no other workers"
+        if others:
+            number = counted(len(others), "other worker")
         if job.coordinator is not None:
             if not others:
                 return f"{died}, and no worker is left"
@@ -345,7 +360,8 @@ class LossPolicy:
         the ranks) then says who died first.
         """
         job = self._job
-        needed = {*job.servers, *job.roles.ranks.get("chief", ())}
+        chief = job.roles.ranks.get("chief", ())
+        needed = {*job.servers, *chief}
         if job.server is not None:
             needed.update(job.clients)
         if rank in needed:

@@ -89,15 +89,15 @@ def _agreed_replication(
     Raises: on all ranks: CollectiveMismatchError if the ranks make different strategies; ValueError if workers and
         chief have different numbers of devices, or there are fewer servers than copies.
     """
-    strategies, copies, replicas = zip(
-        *communicator.all_gather_object(arguments, label="strategies"), strict=True
-    )
+    of_ranks = communicator.all_gather_object(arguments, label="strategies")
+    strategies, copies, replicas = zip(*of_ranks, strict=True)
     if len({*strategies} - {None}) > 1:
         raise CollectiveMismatchError(
             f"the ranks make different strategies, by rank: {[*strategies]}"
         )
     clients = (*roles.ranks.get("chief", ()), *roles.ranks["worker"])
-    if len({replicas[rank] for rank in clients}) > 1:
+    numbers = {replicas[rank] for rank in clients}
+    if len(numbers) > 1:
         by_rank = ", ".join(f"{replicas[rank]} on rank {rank}" for rank in clients)
         raise ValueError(
             f"all workers, and a chief, need the same number of devices, got {by_rank}"
@@ -159,7 +159,10 @@ def devices_of_worker(
         raise ValueError(
             f"num_gpus_per_worker must be a number of GPUs, 0 or more, got {num_gpus_per_worker!r:.60}"
         )
-    return [f"{accelerator() or 'cuda'}:{i}" for i in range(num_gpus_per_worker)] or ["cpu:0"]
+    if not num_gpus_per_worker:
+        return ["cpu:0"]
+    kind = accelerator() or "cuda"
+    return [f"{kind}:{i}" for i in range(num_gpus_per_worker)]
 
 
 def check_arguments(partitioner: Any, replication: Any) -> None:

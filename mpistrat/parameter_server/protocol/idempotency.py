@@ -65,10 +65,13 @@ class UpdateNumbers:
         `number` grows with each call. Without a session, the result is (None, 0).
         """
         with self._lock:
-            if self._work is None:
-                return self._session, 0 if self._session is None else next(self._numbers)
-            self._made[key] += 1
-            return self._work, self._made[key] - 1
+            if self._work is not None:
+                number = self._made[key]
+                self._made[key] = number + 1
+                return self._work, number
+            if self._session is None:
+                return None, 0
+            return self._session, next(self._numbers)
 
     @contextlib.contextmanager
     def push(self) -> Iterator[int]:

@@ -145,7 +145,8 @@ class TensorSpec(NamedTuple):
 
     @staticmethod
     def of(array: Array) -> TensorSpec:
-        return TensorSpec(tuple(array.shape), arrays.dtype_name(array), arrays.is_torch(array))
+        shape = tuple(array.shape)
+        return TensorSpec(shape, arrays.dtype_name(array), arrays.is_torch(array))
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +224,8 @@ PackedTensor = SharedTensor | InlineTensor
 def inline(array: Array) -> InlineTensor:
     """Return `array`, which is in host memory, for a message. A contiguous array's memory is used, not copied."""
     view = np.ascontiguousarray(view_of(array))
-    return InlineTensor(view.reshape(-1).view(np.uint8), TensorSpec.of(array))
+    data = view.reshape(-1).view(np.uint8)
+    return InlineTensor(data, TensorSpec.of(array))
 
 
 def pack(
@@ -238,9 +240,10 @@ def pack(
     on_host = [arrays.to_host(arrays.detach(array)) for array in tensors]
     specs = [TensorSpec.of(array) for array in on_host]
     rooms = [segments.whole_lines(spec.nbytes) for spec in specs]
-    if buffers is None or sum(rooms) <= _SMALL:
+    nbytes = sum(rooms)
+    if buffers is None or nbytes <= _SMALL:
         return [inline(array) for array in on_host], None
-    region = buffers.take(sum(rooms))
+    region = buffers.take(nbytes)
     packed: list[PackedTensor] = []
     first = 0
     for array, spec, room in zip(on_host, specs, rooms, strict=True):
@@ -269,5 +272,7 @@ def inlined(body: Any, mappings: segments.Mappings) -> Any:
         return [inlined(item, mappings) for item in body]
     if isinstance(body, tuple):
         items = [inlined(item, mappings) for item in body]
-        return type(body)(*items) if hasattr(body, "_fields") else tuple(items)
+        if hasattr(body, "_fields"):
+            return type(body)(*items)
+        return tuple(items)
     return body

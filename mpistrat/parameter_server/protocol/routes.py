@@ -28,28 +28,36 @@ class Routes:
         self.rpc = rpc
         self.servers = tuple(servers)
         following = (*servers[1:], *servers[:1])
-        self.backups = dict(zip(servers, following, strict=True)) if replicated else {}
-        self.primaries = dict(zip(self.backups.values(), self.backups, strict=True))
+        self.backups: dict[int, int] = {}
+        if replicated:
+            self.backups = dict(zip(servers, following, strict=True))
+        self.primaries = {backup: server for server, backup in self.backups.items()}
         self._pushes = itertools.count()
         self._has_left = False
 
     def copies_of(self, server: int) -> tuple[int, ...]:
         """Return the ranks that keep the arrays made on `server`, dead or alive: `server`, and its backup if any."""
-        return (server, self.backups[server]) if server in self.backups else (server,)
+        if server not in self.backups:
+            return (server,)
+        return server, self.backups[server]
 
     def holder_of(self, server: int) -> int:
         """Return the rank of the living server that has the arrays made on `server`; `server` itself if none lives."""
         if server not in self.backups:
             return server
-        living = itertools.filterfalse(self.rpc.channel.has_died, self.copies_of(server))
-        return next(living, server)
+        has_died = self.rpc.channel.has_died
+        for copy in self.copies_of(server):
+            if not has_died(copy):
+                return copy
+        return server
 
     def is_lost_with(self, rank: int) -> bool:
         """Whether the dead `rank` had the last copy of arrays: its own, or copies as another server's backup.
 
         False for a rank that is no server.
         """
-        return not self.lost().isdisjoint((rank, self.primaries.get(rank)))
+        lost = self.lost()
+        return rank in lost or self.primaries.get(rank) in lost
 
     def lost(self) -> set[int]:
         """Return the ranks of the servers that have died with all copies of their arrays; an empty set if none has."""
@@ -66,13 +74,16 @@ class Routes:
         Raises: RuntimeError after `leave`.
         """
         self.check_use()
-        holder = self.holder_of(server) if to is None else to
-        return FailoverRequest(self, server, method, body, holder)
+        if to is None:
+            to = self.holder_of(server)
+        return FailoverRequest(self, server, method, body, to)
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """Return a new `Push`, the mark of one change's messages to several servers; None for a single server."""
         to = tuple(servers)
-        return Push(next(self._pushes), to) if len(to) > 1 else None
+        if len(to) < 2:
+            return None
+        return Push(next(self._pushes), to)
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Tell all servers that no worker repeats the closures with ids in `over`, or below `over_before`."""

@@ -27,6 +27,8 @@ REMEMBERED = 16
 
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
 _Which = tuple[int, "int | None"]  # client, part
+_Work = Callable[[], None]
+_Missing = dict[int, set[_PartOfPush]]  # by server
 
 
 class ChangeLock:
@@ -39,7 +41,7 @@ class ChangeLock:
         self._rpc = rpc
         self._when_safe = when_safe
         self._holder: int | None = None
-        self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
+        self._held: list[tuple[int, Push | None, _Work]] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # The last pushes that have passed, by client and part.
         self._passed: dict[_Which, deque[Push]] = {}
@@ -49,14 +51,16 @@ class ChangeLock:
         rpc.handle(ADMIT, self._admit)
         rpc.handle(RELEASE, self._release)
 
-    def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
+    def enter(self, source: int, push: Push | None, work: _Work) -> None:
         """Call `work`, a change of the client `source`: now, or once no other client holds the lock.
 
         `work` is also called now if it is a part of a push that the lock's holder has admitted (by ADMIT).
 
         Args: push: the push that the change is a part of; None for a change of one server.
         """
-        part = push and (source, push.number, push.part)
+        part = None
+        if push is not None:
+            part = source, push.number, push.part
         admitted = part in self._admitted
         if self._holder not in (None, source) and not admitted:
             self._held.append((source, push, work))
@@ -71,7 +75,8 @@ class ChangeLock:
         """Remember that a push has passed, on this server or on the primary that this server is the backup of."""
         if push is not None:
             which = (source, push.part)
-            self._passed.setdefault(which, deque(maxlen=REMEMBERED)).append(push)
+            last = self._passed.setdefault(which, deque(maxlen=REMEMBERED))
+            last.append(push)
 
     def lost(self, rank: int) -> None:
         """Release the lock if the dead `rank` holds it, and stop waiting for the rank's admitted parts."""
@@ -158,7 +163,9 @@ def _hold_all(routes: Routes, held: list[int]) -> None:
         held.append(server)
         passed[server] = routes.rpc.call(server, HOLD).wait()
     missing = not_yet_everywhere(passed, routes.holder_of)
-    replies = [routes.rpc.call(server, ADMIT, parts) for server, parts in missing.items()]
+    replies = []
+    for server, parts in missing.items():
+        replies.append(routes.rpc.call(server, ADMIT, parts))
     for reply in replies:
         reply.wait()
 
@@ -170,7 +177,7 @@ def _release_all(routes: Routes, held: list[int]) -> None:
 
 def not_yet_everywhere(
     passed: Mapping[int, Mapping[_Which, Sequence[Push]]], holder: Callable[[int], int]
-) -> dict[int, set[_PartOfPush]]:
+) -> _Missing:
     """Return, for each server, the parts of pushes that it lacks although another server has made its own part.
 
     A part is (client, push number, server that the part is for or None). The set is empty for a server that lacks none.
@@ -180,7 +187,7 @@ def not_yet_everywhere(
             threads of a client send.
         holder: returns the living server that stands in for a server.
     """
-    missing: dict[int, set[_PartOfPush]] = {server: set() for server in passed}
+    missing: _Missing = {server: set() for server in passed}
     for of_clients in passed.values():
         for (client, some_part), pushes in of_clients.items():
             for push in pushes:

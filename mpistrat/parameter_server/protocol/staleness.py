@@ -73,7 +73,8 @@ class ServerClock:
         slowest = min(steps, default=1 << 62)
         error = self._on_ended(slowest)
         if error is not None:
-            self._errors = {**dict.fromkeys(self._working, error), **self._errors}
+            for worker in self._working:
+                self._errors.setdefault(worker, error)
         waiting = self._waiting
         self._waiting = []
         for request in waiting:

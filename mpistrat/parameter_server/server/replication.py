@@ -19,6 +19,13 @@ from mpistrat.arrays import Array
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol.messages import (
+    NewArray,
+    PackedTensor,
+    Updates,
+    inline,
+    pack,
+)
 from mpistrat.parameter_server.protocol.snapshot import ChangeLock
 from mpistrat.parameter_server.protocol.tables import Table
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint, outcome_of
@@ -87,7 +94,7 @@ class Backup:
             self._forwarded.append(forwarded)
         return forwarded
 
-    def forward_new(self, source: int, new: messages.NewArray, table: Table) -> None:
+    def forward_new(self, source: int, new: NewArray, table: Table) -> None:
         """Have the backup make a copy of a new array; without a backup, do nothing.
 
         The backup may read the value in the primary's memory, because no client changes the array before the primary
@@ -95,14 +102,14 @@ class Backup:
         """
         if self._rank is None:
             return
-        value: messages.PackedTensor = table.shared
+        value: PackedTensor = table.shared
         if not self._shares_memory:
-            value = messages.inline(table.array)
+            value = inline(table.array)
         self.forward(messages.CREATE, source, new._replace(value=value))
         self._names[new.key] = new.name
 
     def forward_updates(
-        self, source: int, updates: messages.Updates, operands: Sequence[Array]
+        self, source: int, updates: Updates, operands: Sequence[Array]
     ) -> Forwarded:
         """Forward a client's updates to the backup.
 
@@ -111,7 +118,7 @@ class Backup:
         Args: operands: the arrays of all updates, in order.
         """
         buffers = self._buffers if self._shares_memory else None
-        packed, region = messages.pack(operands, buffers)
+        packed, region = pack(operands, buffers)
         parts = iter(packed)
         again = []
         for update in updates.updates:
@@ -145,7 +152,7 @@ class Backup:
             names = ", ".join(repr(name) for name in self._names.values())
             reason = why_not or "the replica made a change that failed here"
             tell(
-                f"{self._rpc.own_name} has no replica any more of {names}, because "
+                f"{self._rpc.name_of(self._rpc.rank)} has no replica any more of {names}, because "
                 f"the two came to differ: {reason}"
             )
             self._end()
@@ -250,11 +257,11 @@ class BackupCopies:
             raise ValueError(f"a backup knows no change {method!r}")
         self._changes[method](source, change)
 
-    def _create(self, source: int, new: messages.NewArray) -> None:
+    def _create(self, source: int, new: NewArray) -> None:
         table = self.copies.create(new)
         self.names[new.key] = table.name
 
-    def _update(self, source: int, updates: messages.Updates) -> None:
+    def _update(self, source: int, updates: Updates) -> None:
         self._lock.passed(source, updates.push)
         self.copies.update(source, updates)
 

@@ -12,8 +12,18 @@ from mpistrat import arrays
 from mpistrat.cross_device_ops.accumulation import add_slices
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import IdempotencyCache, session_of
+from mpistrat.parameter_server.protocol.messages import (
+    GradientMethod,
+    InlineTensor,
+    NewArray,
+    PackedTensor,
+    SharedTensor,
+    Update,
+    Updates,
+    inline,
+    unpack,
+)
 from mpistrat.parameter_server.protocol.tables import Table
 from mpistrat.parameter_server.rpc.endpoint import outcome_of, without_errors
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
@@ -36,7 +46,7 @@ class ServerOptimizers:
         self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
 
     def step(
-        self, key: int, table: Table, step: messages.GradientMethod, gradient: Any, worker: int
+        self, key: int, table: Table, step: GradientMethod, gradient: Any, worker: int
     ) -> None:
         """Step an array's optimizer with a worker's gradient, or keep a copy of the gradient until its round ends.
 
@@ -123,11 +133,11 @@ class ServerOptimizers:
 
 class _Pending(NamedTuple):
     table: Table
-    steps: dict[int, messages.GradientMethod]  # by worker
+    steps: dict[int, GradientMethod]  # by worker
     gradients: dict[int, Any]
 
     @property
-    def first(self) -> messages.GradientMethod:
+    def first(self) -> GradientMethod:
         """The step of the worker with the lowest rank, so that the order of arrival has no effect."""
         lowest = min(self.gradients)
         return self.steps[lowest]
@@ -194,13 +204,13 @@ class Store:
         self._find_elsewhere = find_elsewhere
         self._segments = Segments()
 
-    def create(self, new: messages.NewArray) -> Table:
+    def create(self, new: NewArray) -> Table:
         """Make an array with its first value, unless the store has it. Returns: the array's table."""
         if self.has(new.key):
             return self.by_key[new.key]
         table = Table(new.name, new.spec, self._segments)
         with table.writing(updates=0) as array:
-            array[...] = messages.unpack(new.value, self.mappings)
+            array[...] = unpack(new.value, self.mappings)
         self.by_key[new.key] = table
         return table
 
@@ -215,22 +225,22 @@ class Store:
             raise NotFoundError(f"this server has no array {key}: it has {len(self.by_key)}")
         return self.by_key[key]
 
-    def pull(self, key: int, target: messages.PackedTensor | None) -> messages.InlineTensor | None:
+    def pull(self, key: int, target: PackedTensor | None) -> InlineTensor | None:
         """Copy an array into the client's memory `target` and return None; if `target` is None, return a copy."""
         table = self.table(key)
-        if isinstance(target, messages.SharedTensor):
-            memory = messages.unpack(target, self.mappings)
+        if isinstance(target, SharedTensor):
+            memory = unpack(target, self.mappings)
             memory[...] = table.array
             return None
         # A copy, because MPI may send it later, when the array has changed.
-        return messages.inline(table.array).copied()
+        return inline(table.array).copied()
 
-    def rows(self, key: int, indices: messages.PackedTensor) -> messages.InlineTensor:
+    def rows(self, key: int, indices: PackedTensor) -> InlineTensor:
         table = self.table(key)
-        wanted = messages.unpack(indices, self.mappings)
-        return messages.inline(table.rows(wanted))
+        wanted = unpack(indices, self.mappings)
+        return inline(table.rows(wanted))
 
-    def update(self, client: int, updates: messages.Updates) -> list[messages.InlineTensor | None]:
+    def update(self, client: int, updates: Updates) -> list[InlineTensor | None]:
         """Make a client's updates in order, except numbered updates that were made before.
 
         Returns: for each update, the array's value after it; None above 4 KB, and for an optimizer's step.
@@ -244,29 +254,29 @@ class Store:
             outcomes.append(outcome_of(make))
         return without_errors(outcomes)
 
-    def _update(self, update: messages.Update, client: int) -> messages.InlineTensor | None:
+    def _update(self, update: Update, client: int) -> InlineTensor | None:
         table = self.table(update.key)
 
-        def make() -> messages.InlineTensor | None:
-            operand, *values = [messages.unpack(packed, self.mappings) for packed in update.operand]
+        def make() -> InlineTensor | None:
+            operand, *values = [unpack(packed, self.mappings) for packed in update.operand]
             if values:
                 operand = IndexedSlices(values[0], operand)
             method = update.method
-            if isinstance(method, messages.GradientMethod):
+            if isinstance(method, GradientMethod):
                 self.optimizers.step(update.key, table, method, operand, client)
                 return None
             table.update(method, operand)
             if table.spec.nbytes > SMALL_VALUE:
                 return None
-            return messages.inline(table.array).copied()
+            return inline(table.array).copied()
 
         return self.idempotency.once(update, table.name, make)
 
-    def map_operands(self, updates: messages.Updates) -> None:
+    def map_operands(self, updates: Updates) -> None:
         """Map the memory of all operands. Raises: OSError if the client has died with it."""
         for update in updates.updates:
             for operand in update.operand:
-                if isinstance(operand, messages.SharedTensor):
+                if isinstance(operand, SharedTensor):
                     self.mappings.at(operand.handle)
 
     def make_optimizer(
