@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from mpistrat.machine.notices import tell
 from mpistrat.topology import Topology
 
 _has_told = False
+_Names = tuple[str, ...]  # of accelerators, or of devices
 
 
 def bind(
@@ -28,7 +28,7 @@ def bind(
     topology: Topology,
     devices: Sequence[str] | None,
     quiet: bool = False,
-) -> tuple[str, ...]:
+) -> _Names:
     """Return this rank's devices: `devices` if given, else one of the node's accelerators, else the CPU.
 
     It also makes the rank's accelerator current, the first of `devices`. If every rank uses a GPU, the communicator
@@ -43,19 +43,24 @@ def bind(
     """
     seen = seen_accelerators()
     # Accelerators are compared by name, because their numbers may differ between processes.
-    ranks, of_ranks = _of_node(communicator, topology, seen if devices is None else ())
+    free = seen if devices is None else ()
+    ranks, of_ranks = _of_node(communicator, topology, free)
     used: tuple[object, ...] | None = None
     if devices is None:
         used = ()
         shares = share_out(of_ranks)
-        share = shares[ranks.index(communicator.rank)]
-        devices = ("cpu:0",) if share is None else (f"{accelerator()}:{share}",)
+        here = ranks.index(communicator.rank)
+        share = shares[here]
+        devices = ("cpu:0",)
+        if share is not None:
+            devices = (f"{accelerator()}:{share}",)
         if topology.rank == 0:
             _tell_of_unused(of_ranks, shares, topology.num_nodes)
     kind, _, number = devices[0].partition(":")
     if kind == accelerator():
-        make_current(int(number))
-        used = (topology.node, seen[int(number)])
+        index = int(number)
+        make_current(index)
+        used = (topology.node, seen[index])
     gpus = communicator.all_gather_object(used, label="accelerators used")
     if communicator.size > 1:
         _use_gpus(communicator, gpus, number, quiet)
@@ -81,20 +86,22 @@ def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quie
         tell_of_way("through host memory", f"rank {gpus.index(())} sees no GPU")
 
 
-def bind_all(communicator: Communicator, topology: Topology) -> tuple[str, ...]:
+def bind_all(communicator: Communicator, topology: Topology) -> _Names:
     """Return this rank's share of all accelerators of its node, or the CPU if its share is empty.
 
     Every rank of the node gets equally many. Called by: every rank of `communicator`.
     Returns: names such as ("cuda:0", "cuda:1"); ("cpu:0",) without accelerators.
     """
     ranks, of_ranks = _of_node(communicator, topology, seen_accelerators())
-    share = share_all(of_ranks)[ranks.index(communicator.rank)]
-    return tuple(f"{accelerator()}:{i}" for i in share) or ("cpu:0",)
+    shares = share_all(of_ranks)
+    here = ranks.index(communicator.rank)
+    devices = tuple(f"{accelerator()}:{i}" for i in shares[here])
+    return devices or ("cpu:0",)
 
 
 def _of_node(
-    communicator: Communicator, topology: Topology, seen: tuple[str, ...]
-) -> tuple[list[int], list[tuple[str, ...]]]:
+    communicator: Communicator, topology: Topology, seen: _Names
+) -> tuple[list[int], list[_Names]]:
     """Return the ranks of this node, in order, and for each of these ranks its argument `seen`.
 
     Called by: every rank.
@@ -106,7 +113,7 @@ def _of_node(
 
 
 def _tell_of_unused(
-    of_ranks: Sequence[tuple[str, ...]], shares: Sequence[int | None], num_nodes: int
+    of_ranks: Sequence[_Names], shares: Sequence[int | None], num_nodes: int
 ) -> None:
     """Say, once per process, how to use all accelerators of the node, if some are unused. Called by: rank 0.
 
@@ -118,7 +125,7 @@ def _tell_of_unused(
     global _has_told
     by_rank = zip(of_ranks, shares, strict=True)
     used = len({accelerators[i] for accelerators, i in by_rank if i is not None})
-    present = len(set(itertools.chain(*of_ranks)))
+    present = len(set().union(*of_ranks))
     if used < present and not _has_told:
         _has_told = True
         kind = accelerator()

@@ -72,7 +72,8 @@ class CentralStorageStrategy(Strategy):
                 "CentralStorageStrategy is for one node, where nothing is sent: leave out wire_dtype and wire_format"
             )
         checked = check_devices(compute_devices)
-        parameter_device = None if parameter_device is None else check_device(parameter_device)
+        if parameter_device is not None:
+            parameter_device = check_device(parameter_device)
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
         if topology.num_nodes > 1:

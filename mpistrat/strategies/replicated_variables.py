@@ -101,8 +101,9 @@ class PlainVariables(VariableStore):
         self._strategy = strategy
 
     def create(self, asked: VariableArguments) -> Variable:
+        value = _on_accelerator(asked.initial_array(), self.devices[0])
         how = asked.trainable, asked.name, asked.synchronization, asked.aggregation
-        variable = PlainVariable(_on_accelerator(asked.initial_array(), self.devices[0]), *how)
+        variable = PlainVariable(value, *how)
         variable.strategy = self._strategy
         return variable
 
@@ -146,9 +147,13 @@ class CopyPerNode(VariableStore):
         return AggregatingVariable(self._strategy, [component])
 
     def copies(self, variable: Any) -> Sequence[Any]:
-        return variable.values[:1] if isinstance(variable, DistributedValues) else (variable,)
+        if isinstance(variable, DistributedValues):
+            return variable.values[:1]
+        return (variable,)
 
 
 def _on_accelerator(value: arrays.Array, device: str) -> arrays.Array:
     """Return `value` on `device`, if that is an accelerator. For a CPU, return `value` itself, wherever it is."""
-    return value if device.startswith("cpu") else arrays.to_device(value, device)
+    if device.startswith("cpu"):
+        return value
+    return arrays.to_device(value, device)

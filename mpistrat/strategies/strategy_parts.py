@@ -168,7 +168,8 @@ def input_plan(
     k = group.num_local_replicas
     first = group.first_replica_id
     if ranks_are_workers:
-        share = Share(ranks, rank, total, range(k), first if group.deterministic else None)
+        first_in_order = first if group.deterministic else None
+        share = Share(ranks, rank, total, range(k), first_in_order)
     else:
         share = Share(1, 0, total, range(first, first + k))
     return InputPlan(share, (ranks, rank), group.worker_devices, per_replica=per_replica)

@@ -6,7 +6,7 @@ import os
 import sys
 
 from mpistrat.communicators import Communicator
-from mpistrat.errors import CollectiveMismatchError
+from mpistrat.errors import CollectiveMismatchError, counted
 from mpistrat.machine.cpu_share import fixed_threads, intra_op_threads, users_threads
 from mpistrat.machine.notices import tell
 from mpistrat.topology import Topology
@@ -46,11 +46,13 @@ def share_cores(
     _set_threads(threads)
     if communicator.rank == 0 and not announced:
         announced = True
-        n = len(local)
+        of_rank = counted(threads, "compute thread")
+        ranks = counted(len(local), "rank")
+        share = "shares" if len(local) == 1 else "share"
         cores = len(set().union(*local))
         tell(
-            f"{threads} compute thread{'s' * (threads > 1)} per rank ({n} rank{'s' * (n > 1)} of this node "
-            f"share{'s' * (n == 1)} {cores} cores); set OMP_NUM_THREADS to choose",
+            f"{of_rank} per rank ({ranks} of this node {share} {cores} cores); set OMP_NUM_THREADS "
+            "to choose",
             "INFO",
         )
     return None
@@ -66,10 +68,11 @@ def _set_threads(threads: int) -> None:
 
 def _check_equal(fixed: list[int | None]) -> None:
     if len(set(fixed)) > 1:
-        by_rank = ", ".join(
-            f"rank {rank}: {'not deterministic' if threads is None else f'{threads} threads'}"
-            for rank, threads in enumerate(fixed)
-        )
+        parts = []
+        for rank, threads in enumerate(fixed):
+            text = "not deterministic" if threads is None else f"{threads} threads"
+            parts.append(f"rank {rank}: {text}")
+        by_rank = ", ".join(parts)
         raise CollectiveMismatchError(
             "deterministic=True must be the same on all ranks, with the same number of compute threads on each "
             f"(OMP_NUM_THREADS, or 1 where it is not set); got {by_rank}"

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.job.job import ServerJob
 
 
+_Shape = tuple[int, ...]
+
+
 class RemoteVariable(Variable):
     """A variable that is one array on a server; every worker reads and changes the array.
 
@@ -52,7 +55,7 @@ class RemoteVariable(Variable):
         self.client = client
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> _Shape:
         return self.address.spec.shape
 
     @property
@@ -186,7 +189,7 @@ class VariablesOnServers(VariableStore):
             self._colocated = before
 
     def place(
-        self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
+        self, initial_value: Any, name: str, dtype: Any = None, shape: _Shape | None = None
     ) -> list[Address]:
         """Make the arrays of a new variable or torch tensor on the servers.
 
@@ -214,7 +217,7 @@ class VariablesOnServers(VariableStore):
             self._publish_failure(server, key, name, error)
             raise
 
-        def value_of_part(first: int, size: tuple[int, ...]) -> Any:
+        def value_of_part(first: int, size: _Shape) -> Any:
             if whole is None:
                 return called_for_part(initial_value, dtype, size, first)
             return whole[first : first + size[0]] if sizes else whole
@@ -235,7 +238,7 @@ class VariablesOnServers(VariableStore):
             first += rows
         return addresses
 
-    def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
+    def _sizes(self, shape: _Shape, dtype: Any, name: str) -> list[int]:
         """Return the number of rows of each part; [] for a variable that is not split.
 
         Raises: ValueError if the partitioner splits another axis than the first, or returns no list of ints.
@@ -265,7 +268,7 @@ class VariablesOnServers(VariableStore):
         self,
         part: int,
         name: str,
-        shape: tuple[int, ...],
+        shape: _Shape,
         dtype: str | None,
         value: Callable[[], Any],
     ) -> Address:

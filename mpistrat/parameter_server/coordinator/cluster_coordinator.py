@@ -87,7 +87,8 @@ class ClusterCoordinator:
             not callable, or it or an argument cannot be pickled (the text names the part); ValueError for a RemoteValue
             among the arguments; UnavailableError if no worker lives, or the strategy was shut down.
         """
-        args = () if args is None else args
+        if args is None:
+            args = ()
         check_call("schedule", fn, args, kwargs)
         for argument in nest.flatten([args, kwargs]):
             if isinstance(argument, RemoteValue):
@@ -161,9 +162,9 @@ class ClusterCoordinator:
         Raises: ValueError for another argument, or if the function makes variables; the function's error; TypeError if
             the argument cannot be pickled.
         """
-        source = (
-            dataset_fn.source if isinstance(dataset_fn, per_worker.UnbuiltDataset) else dataset_fn
-        )
+        source = dataset_fn
+        if isinstance(dataset_fn, per_worker.UnbuiltDataset):
+            source = dataset_fn.source
         if not callable(source) and not isinstance(source, Iterable):
             raise ValueError(
                 f"create_per_worker_dataset takes a dataset function or a dataset, got {source!r:.60}"

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from mpistrat.parameter_server.client.client import Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers, looks_up
@@ -45,7 +47,7 @@ class RemoteModules(StrategyModules):
         self,
         parts: ModuleParts,
         client: Client,
-        place: Callable[[str, torch.Tensor], Sequence[Address]],
+        place: Callable[[str, Tensor], Sequence[Address]],
         owns: bool,
         clock: WorkerClock | None,
     ) -> None:
@@ -97,7 +99,7 @@ class RemoteModules(StrategyModules):
         if new.parameters or new.buffers:
             self._place_new(new)
 
-    def refresh(self, module: torch.nn.Module) -> None:
+    def refresh(self, module: Module) -> None:
         """Pull the servers' values into the parameters and buffers of this module alone, without its submodules.
 
         Called by: torch, before `state_dict()`, pickling, saving and copying.
@@ -122,11 +124,11 @@ class RemoteModules(StrategyModules):
         for module in self._recorded():
             hooks.before_copy(module, self.refresh)
 
-    def _recorded(self) -> Iterator[torch.nn.Module]:
+    def _recorded(self) -> Iterator[Module]:
         for root in self.recorder.roots():
             yield from root.modules()
 
-    def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
+    def _is_looked_up(self, parameter: Tensor, split: bool) -> bool:
         """Whether to leave the parameter on servers, and pull only the rows that a forward looks up.
 
         True if only embeddings without `max_norm` use it, and it is split or an embedding has `sparse=True`. False if

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch import Tensor
+from torch.nn import Module, Parameter, functional
 from torch.utils import _pytree as pytree
 
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.values import as_sparse
 
+_Operation = Callable[..., Any]
 _LOOKUPS = (functional.embedding, functional.embedding_bag)
 # Attributes and methods of a tensor that do not need its numbers.
 _ABOUT = frozenset(
@@ -46,18 +48,16 @@ _ABOUT = frozenset(
         "retain_grad",
     )
 )
-_NUMBERS = tuple(
-    getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")
-)
+_NUMBERS = tuple(getattr(Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
-def looks_up(module: torch.nn.Module) -> bool:
+def looks_up(module: Module) -> bool:
     """Whether the module is an embedding without `max_norm`, so that it reads only the rows that it looks up."""
     embeds = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
     return embeds and module.max_norm is None
 
 
-def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
+def leave_on_servers(parameter: Tensor, remote: RemoteTensor) -> None:
     """Free the parameter's memory and turn it into a `RemoteRows`, whose values are on the servers alone."""
     hooks.before_export(_refuse_rows)
     shape = parameter.shape
@@ -69,7 +69,7 @@ def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
     remote.rows_only = True
 
 
-class RemoteRows(torch.nn.Parameter):
+class RemoteRows(Parameter):
     """A parameter without memory: a lookup pulls the rows that it needs from the servers, any other use all rows.
 
     Made by: `leave_on_servers`, which changes a parameter's class.
@@ -79,32 +79,30 @@ class RemoteRows(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        cls, func: _Operation, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _LOOKUPS:
                 return _look_up(func, args, kwargs)
             name = func.__name__
+            needs_rows = name not in _ABOUT
             if name in ("__get__", "__set__", "__delete__"):
-                reads = getattr(func, "__self__", None) in _NUMBERS
-                if name == "__set__" and reads:
+                needs_rows = getattr(func, "__self__", None) in _NUMBERS
+                if name == "__set__" and needs_rows:
                     raise RuntimeError(
                         "an embedding whose rows are on servers cannot be moved, or given other memory. Do that inside "
                         "strategy.scope()"
                     )
-                if not reads:
-                    return func(*args, **kwargs)
-            elif name in _ABOUT:
-                return func(*args, **kwargs)
-            elif name.endswith("_") and not name.endswith("__"):
+            elif needs_rows and name.endswith("_") and not name.endswith("__"):
                 return _write(func, args, kwargs)
-            args, kwargs = pytree.tree_map_only(cls, _Whole.apply, (args, kwargs))
+            if needs_rows:
+                args, kwargs = pytree.tree_map_only(cls, _Whole.apply, (args, kwargs))
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         """Return an ordinary parameter with a copy of all rows."""
-        copy = torch.nn.Parameter(self.remote.pull(self), self.requires_grad)
+        copy = Parameter(self.remote.pull(self), self.requires_grad)
         memo[id(self)] = copy
         return copy
 
@@ -112,7 +110,7 @@ class RemoteRows(torch.nn.Parameter):
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
-def _refuse_rows(module: torch.nn.Module) -> None:
+def _refuse_rows(module: Module) -> None:
     """Raise RuntimeError if a module to be exported or scripted has a `RemoteRows`, which has no memory."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, RemoteRows):
@@ -122,7 +120,7 @@ def _refuse_rows(module: torch.nn.Module) -> None:
             )
 
 
-def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _look_up(func: _Operation, args: Any, kwargs: Any) -> Any:
     """Call an embedding function, and return its result. The weight that it gets has only the rows that it looks up.
 
     Raises: RuntimeError with `max_norm`; TypeError if only the indices are a `RemoteRows`.
@@ -149,13 +147,13 @@ class _Rows(torch.autograd.Function):
     """Pull a weight's rows at ascending indices, as a tensor [n, ...]; backward gives the weight a sparse gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: RemoteRows, indices: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: RemoteRows, indices: Tensor) -> Tensor:
         ctx.shape = weight.shape
         ctx.save_for_backward(indices)
         return weight.remote.pull_rows(indices)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (indices,) = ctx.saved_tensors
         return as_sparse(indices, gradient, ctx.shape, is_coalesced=True), None
 
@@ -164,22 +162,22 @@ class _Whole(torch.autograd.Function):
     """Pull all rows of a weight; backward gives the weight a dense gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: RemoteRows) -> torch.Tensor:
+    def forward(ctx: Any, weight: RemoteRows) -> Tensor:
         return weight.remote.pull(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient
 
 
-def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _write(func: _Operation, args: Any, kwargs: Any) -> Any:
     """Call `func`, an operation in place on its first tensor, and return its result.
 
     If the first tensor is a `RemoteRows`, `func` writes to a copy of all rows. The servers get the copy if this rank
     owns the parameter; otherwise it is lost. The result is then the `RemoteRows`.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    tensors = (i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    tensors = (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     at = next(tensors)
     target = leaves[at]
     writes_rows = isinstance(target, RemoteRows)

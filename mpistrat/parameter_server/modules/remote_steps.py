@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -105,7 +106,7 @@ class RemoteSteps:
         optimizers.install()  # its hook must run first: it hides the gradients of all replicas but the first
         hooks.watch_steps(_before_step, _after_step)
 
-    def add(self, parameter: torch.Tensor, remote: RemoteTensor) -> None:
+    def add(self, parameter: Tensor, remote: RemoteTensor) -> None:
         """Have the servers step `parameter` from now on."""
         _remote[parameter] = remote, self
 
@@ -150,7 +151,7 @@ class RemoteSteps:
         return remote
 
 
-def _changes(remote: RemoteTensor, gradient: torch.Tensor, step: GradientMethod) -> list[Change]:
+def _changes(remote: RemoteTensor, gradient: Tensor, step: GradientMethod) -> list[Change]:
     if not gradient.is_sparse:
         return remote.changes(step, gradient)
     gradient = gradient.coalesce()
@@ -187,7 +188,7 @@ class RemoteOptimizer:
         Raises: TypeError if the servers cannot make or step this class of optimizer.
         """
         for group in optimizer.param_groups:
-            new: dict[torch.Tensor, RemoteTensor] = {}
+            new: dict[Tensor, RemoteTensor] = {}
             for parameter in group["params"]:
                 if parameter in _remote and parameter not in self._made:
                     new[parameter], _ = _remote[parameter]
@@ -217,7 +218,7 @@ class RemoteOptimizer:
     def _load(self, remote: RemoteTensor, state: dict[str, Any]) -> None:
         whole = {}
         for name, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 whole[name] = view_of(value.detach().cpu())
             else:
                 whole[name] = value
@@ -256,7 +257,7 @@ class RemoteOptimizer:
             optimizer.state.pop(parameter, None)
 
 
-def _as_torch(value: Any, parameter: torch.Tensor, layout: np.dtype[Any]) -> Any:
+def _as_torch(value: Any, parameter: Tensor, layout: np.dtype[Any]) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype == layout:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.parameter_server.client.client import Change, Client
@@ -49,21 +51,21 @@ class RemoteTensor:
         """The number of rows of each part."""
         return [address.spec.shape[0] for address in self.addresses]
 
-    def pieces(self, tensor: torch.Tensor) -> list[tuple[Address, torch.Tensor]]:
+    def pieces(self, tensor: Tensor) -> list[tuple[Address, Tensor]]:
         """Split `tensor`, of the whole shape, by parts. Returns: for each part its address and a view of its rows."""
         if not self.split:
             return [(self.addresses[0], tensor)]
         views = tensor.split(self.rows)
         return list(zip(self.addresses, views, strict=True))
 
-    def changes(self, method: str | GradientMethod, operand: torch.Tensor) -> list[Change]:
+    def changes(self, method: str | GradientMethod, operand: Tensor) -> list[Change]:
         """Return a change for each part, by the part's rows of `operand`, for `Client.change`.
 
         Args: method: "assign", "assign_add", or an optimizer's step with `operand` as the gradient.
         """
         return [Change(address, method, piece) for address, piece in self.pieces(operand)]
 
-    def by_part(self, indices: torch.Tensor) -> list[tuple[Address, int, slice]]:
+    def by_part(self, indices: Tensor) -> list[tuple[Address, int, slice]]:
         """Divide ascending row `indices` among the parts.
 
         Returns: for each part its address, the number of its first row in the whole tensor, and the slice of `indices`
@@ -80,7 +82,7 @@ class RemoteTensor:
             parts.append((address, bounds[number], part))
         return parts
 
-    def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
+    def pull_rows(self, indices: Tensor) -> Tensor:
         """Return a copy of the rows at `indices` (int64, ascending, shape [n]), on the device of `indices`.
 
         Raises: IndexError if a row does not exist.
@@ -101,19 +103,19 @@ class RemoteTensor:
             return one_row[:0]
         return torch.cat(parts).to(indices.device)
 
-    def pull(self, like: torch.Tensor) -> torch.Tensor:
+    def pull(self, like: Tensor) -> Tensor:
         """Return a copy of the whole tensor, with the shape, dtype and device of `like`."""
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         self.client.pull_into(self.pieces(out))
         return out
 
-    def assign(self, value: torch.Tensor) -> None:
+    def assign(self, value: Tensor) -> None:
         """Set the tensor on the servers to `value`, if this rank owns it."""
         if self.owns:
             self.client.change(self.changes("assign", value.detach()))
 
 
-Held = tuple[RemoteTensor, torch.Tensor]  # a remote tensor and this rank's copy of it, detached
+Held = tuple[RemoteTensor, Tensor]  # a remote tensor and this rank's copy of it, detached
 
 
 class _PulledBuffer(NamedTuple):
@@ -121,8 +123,8 @@ class _PulledBuffer(NamedTuple):
 
     remote: RemoteTensor
     slot: BufferSlot
-    tensor: torch.Tensor
-    before: torch.Tensor
+    tensor: Tensor
+    before: Tensor
 
 
 class RemoteTensors:
@@ -134,19 +136,17 @@ class RemoteTensors:
     def __init__(self, client: Client, owns: bool) -> None:
         self.client = client
         self.owns = owns
-        self._remote: MutableMapping[torch.Tensor | None, RemoteTensor] = WeakIdKeyDictionary()
+        self._remote: MutableMapping[Tensor | None, RemoteTensor] = WeakIdKeyDictionary()
         self._pulled: list[_PulledBuffer] = []
-        self._by_place: weakref.WeakValueDictionary[Places, torch.Tensor] = (
-            weakref.WeakValueDictionary()
-        )
+        self._by_place: weakref.WeakValueDictionary[Places, Tensor] = weakref.WeakValueDictionary()
 
-    def __contains__(self, tensor: torch.Tensor | None) -> bool:
+    def __contains__(self, tensor: Tensor | None) -> bool:
         return tensor in self._remote
 
-    def __getitem__(self, tensor: torch.Tensor) -> RemoteTensor:
+    def __getitem__(self, tensor: Tensor) -> RemoteTensor:
         return self._remote[tensor]
 
-    def add(self, tensor: torch.Tensor, addresses: Sequence[Address]) -> RemoteTensor:
+    def add(self, tensor: Tensor, addresses: Sequence[Address]) -> RemoteTensor:
         """Register `tensor` with arrays at `addresses`; the first `sync` overwrites it with the servers' values."""
         remote = RemoteTensor(self.client, self.owns, addresses, version(tensor))
         self._remote[tensor] = remote
@@ -154,12 +154,12 @@ class RemoteTensors:
 
     def key_of(self, value: Any) -> TensorKey | None:
         """Return the key by which another rank finds its own tensor; None if `value` is no tensor on the servers."""
-        if not isinstance(value, torch.Tensor) or value not in self:
+        if not isinstance(value, Tensor) or value not in self:
             return None
         remote = self[value]
         places = tuple((address.server, address.key) for address in remote.addresses)
         self._by_place[places] = value
-        if not isinstance(value, torch.nn.Parameter):
+        if not isinstance(value, Parameter):
             kind = BUFFER
         elif remote.rows_only:
             kind = ROWS
@@ -167,7 +167,7 @@ class RemoteTensors:
             kind = PARAMETER
         return kind, places, value.device.type, value.requires_grad
 
-    def find(self, key: TensorKey) -> torch.Tensor:
+    def find(self, key: TensorKey) -> Tensor:
         """Return this rank's tensor for a key that this rank's `key_of` has returned.
 
         Raises: KeyError if the tensor was garbage-collected.
@@ -175,7 +175,7 @@ class RemoteTensors:
         _, places, _, _ = key
         return self._by_place[places]
 
-    def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
+    def held(self, tensors: Iterable[Tensor | None]) -> list[Held]:
         """Return (RemoteTensor, the detached tensor) for each of the tensors that is on servers.
 
         Leaves out None, tensors that are not on servers, and embeddings without memory on this rank.
@@ -249,7 +249,7 @@ class RemoteTensors:
         self._pulled = []
 
 
-def _put_back(slot: BufferSlot, tensor: torch.Tensor) -> None:
+def _put_back(slot: BufferSlot, tensor: Tensor) -> None:
     """If a forward has replaced the buffer `tensor` by one of the same shape and dtype, copy it back into `tensor`."""
     module = slot.module()
     now = slot.tensor()

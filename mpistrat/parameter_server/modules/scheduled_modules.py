@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -53,8 +55,8 @@ class WorkerModules(StrategyModules):
         super().__init__(parts, registry, GradientReducer(parts, registry))
         self._tensors = RemoteTensors(client, owns=False)
         self._steps = RemoteSteps(self._tensors, None, lambda: "sum", _refuse_new_optimizer)
-        self._by_place: dict[Places, torch.Tensor] = {}
-        self._modules: list[torch.nn.Module] = []
+        self._by_place: dict[Places, Tensor] = {}
+        self._modules: list[Module] = []
 
     def reference_of(self, value: Any) -> TensorKey | None:
         return self._tensors.key_of(value)
@@ -77,7 +79,7 @@ class WorkerModules(StrategyModules):
     def reduction_of(self, value: Any) -> None:
         return None
 
-    def _make(self, kind: str, places: Places, device: str) -> torch.Tensor:
+    def _make(self, kind: str, places: Places, device: str) -> Tensor:
         find = self._tensors.client.find
         addresses = [find(server, number) for server, number in places]
         spec = addresses[0].spec
@@ -93,7 +95,7 @@ class WorkerModules(StrategyModules):
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
         if kind != BUFFER:
-            tensor = torch.nn.Parameter(tensor, False)
+            tensor = Parameter(tensor, False)
         remote = self._tensors.add(tensor, addresses)
         if kind == ROWS:
             leave_on_servers(tensor, remote)
@@ -107,7 +109,7 @@ class WorkerModules(StrategyModules):
         self._modules.clear()
         self._tensors.drop_run()
 
-    def arrived(self, value: torch.nn.Module | Optimizer, number: int | None) -> None:
+    def arrived(self, value: Module | Optimizer, number: int | None) -> None:
         """Register a module or an optimizer of the function: `begin` places modules, and servers step for optimizers.
 
         Args: number: an optimizer's number on the servers; None for a module.
@@ -115,7 +117,7 @@ class WorkerModules(StrategyModules):
         if isinstance(value, Optimizer) and number is not None:
             remote = self._steps.know(value, number)
             remote.made_elsewhere(value)
-        elif isinstance(value, torch.nn.Module):
+        elif isinstance(value, Module):
             self._modules.append(value)
 
     def begin(self) -> None:
@@ -202,12 +204,12 @@ class ChiefReferences:
             if has_remote_parameters(value.optimizer):
                 return SCHEDULER
             return None
-        if not isinstance(value, (torch.nn.Module, torch.Tensor)):
+        if not isinstance(value, (Module, Tensor)):
             return None
         modules = self._modules
         if modules.recorder.changed:
             modules.mirror_new()
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, Module):
             return None
         tensors = modules.tensors
         key = tensors.key_of(value)
@@ -236,7 +238,7 @@ class ChiefReferences:
         gives list or dict items besides.
         """
         number = None
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, Module):
             if not self._modules.recorder.knows(value):
                 return None
         elif isinstance(value, Optimizer) and has_remote_parameters(value):
@@ -252,7 +254,7 @@ class ChiefReferences:
         set_state = functools.partial(arrive, self._strategy, number)
         return make, args, state, None, None, set_state
 
-    def _name_of(self, tensor: torch.Tensor) -> str:
+    def _name_of(self, tensor: Tensor) -> str:
         for root in self._modules.recorder.roots():
             for name, parameter in root.named_parameters():
                 if parameter is tensor:

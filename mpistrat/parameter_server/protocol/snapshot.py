@@ -27,7 +27,7 @@ REMEMBERED = 16
 
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
 _Which = tuple[int, "int | None"]  # client, part
-_Work = Callable[[], None]
+_ChangeToMake = Callable[[], None]
 _Missing = dict[int, set[_PartOfPush]]  # by server
 
 
@@ -41,7 +41,7 @@ class ChangeLock:
         self._rpc = rpc
         self._when_safe = when_safe
         self._holder: int | None = None
-        self._held: list[tuple[int, Push | None, _Work]] = []
+        self._held: list[tuple[int, Push | None, _ChangeToMake]] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # The last pushes that have passed, by client and part.
         self._passed: dict[_Which, deque[Push]] = {}
@@ -51,7 +51,7 @@ class ChangeLock:
         rpc.handle(ADMIT, self._admit)
         rpc.handle(RELEASE, self._release)
 
-    def enter(self, source: int, push: Push | None, work: _Work) -> None:
+    def enter(self, source: int, push: Push | None, work: _ChangeToMake) -> None:
         """Call `work`, a change of the client `source`: now, or once no other client holds the lock.
 
         `work` is also called now if it is a part of a push that the lock's holder has admitted (by ADMIT).

@@ -23,6 +23,7 @@ _SHORTEST_PAUSE = 50e-6
 _LONGEST_PAUSE = 1e-3
 _SECONDS_BETWEEN_LOOKS = 0.01  # between questions to MPI about dead ranks of other nodes
 
+_Received = tuple[int, Any]  # the sender and its message
 LOST: Final = "lost"  # `receive` gives this message once for a rank that has died
 
 
@@ -165,7 +166,7 @@ class Channel:
         with self._sending:
             self._pipes[self.rank].put(b"")
 
-    def receive(self, seconds: float = math.inf) -> list[tuple[int, Any]]:
+    def receive(self, seconds: float = math.inf) -> list[_Received]:
         """Wait for messages. Called by: one thread at a time.
 
         Args: seconds: the longest wait.
@@ -185,7 +186,7 @@ class Channel:
                 pause = min(waited * _PAUSE, _LONGEST_PAUSE)
                 time.sleep(min(left, max(_SHORTEST_PAUSE, pause)))
 
-    def _look(self, seconds: float) -> tuple[list[tuple[int, Any]], bool]:
+    def _look(self, seconds: float) -> tuple[list[_Received], bool]:
         """Wait at most `seconds` until a pipe has data or room, and read all messages that have arrived.
 
         Returns: (sender, message) pairs, also (rank, LOST) for each rank that has died now; and True if `receive` is to

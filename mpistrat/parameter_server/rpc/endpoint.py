@@ -17,6 +17,7 @@ from mpistrat.errors import StallError, UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.rpc.channel import LOST, Channel, Unreadable
 
+_Text = Callable[[int], str]  # of a rank
 # The first item of each message.
 _NOTICE, _REQUEST, _REPLY = range(3)
 SECONDS_BEHIND_ANOTHER = 0.05  # a thread waits while another thread reads, before it checks again
@@ -91,10 +92,10 @@ class RpcEndpoint:
     def __init__(
         self,
         channel: Channel,
-        name_of: Callable[[int], str] = "rank {}".format,
+        name_of: _Text = "rank {}".format,
         stall_seconds: float = 0,
     ) -> None:
-        self.describe_death: Callable[[int], str] = lambda rank: f"{name_of(rank)} has died"
+        self.describe_death: _Text = lambda rank: f"{name_of(rank)} has died"
         self.channel = channel
         self.rank = channel.rank
         self.size = channel.size

@@ -38,6 +38,9 @@ CHANGE = "change of a backup"
 CHANGED = "changed backup"
 ABANDON = "abandon backup"
 
+_Names = dict[int, str]  # of arrays, by key
+_Call = Callable[[], None]
+
 
 @dataclass
 class Forwarded:
@@ -54,7 +57,7 @@ class Forwarded:
     number: int
     region: SharedRegion | None = None
     failed: bool = False
-    waiting: list[Callable[[], None]] = field(default_factory=list)
+    waiting: list[_Call] = field(default_factory=list)
 
 
 class Backup:
@@ -68,7 +71,7 @@ class Backup:
         self._rank = rank
         self._shares_memory = rank is not None and rpc.channel.shares_memory_with(rank)
         self._buffers = Buffers()
-        self._names: dict[int, str] = {}  # names of the arrays that the backup has, by key
+        self._names: _Names = {}  # names of the arrays that the backup has, by key
         self._forwarded: deque[Forwarded] = deque()
         self._count = 0
         rpc.handle(CHANGED, self._changed)
@@ -127,7 +130,7 @@ class Backup:
         updates = updates._replace(updates=again)
         return self.forward(messages.UPDATE, source, updates, region)
 
-    def when_safe(self, call: Callable[[], None]) -> None:
+    def when_safe(self, call: _Call) -> None:
         """Call a function when the backup has made all changes forwarded so far; call it now if it has.
 
         Without a backup, call it now. Also call it when the backup dies or is abandoned.
@@ -187,9 +190,7 @@ class BackupCopies:
         given_up: the names, by key, of the arrays that the primary has told this server to abandon.
     """
 
-    def __init__(
-        self, rpc: RpcEndpoint, store: Store, lock: ChangeLock, taken_over: Callable[[], None]
-    ) -> None:
+    def __init__(self, rpc: RpcEndpoint, store: Store, lock: ChangeLock, taken_over: _Call) -> None:
         self._rpc = rpc
         self._store = store
         self._lock = lock
@@ -197,8 +198,8 @@ class BackupCopies:
         self.copies = store.sibling()
         self._is_over = False  # whether this server has taken over
         self.primary: int | None = None
-        self.names: dict[int, str] = {}
-        self.given_up: dict[int, str] = {}
+        self.names: _Names = {}
+        self.given_up: _Names = {}
         self._changes: dict[str, Callable[[int, Any], None]] = {
             messages.CREATE: self._create,
             messages.UPDATE: self._update,

@@ -47,8 +47,7 @@ class Rounds:
     def leave(self, rank: int, died: bool) -> None:
         """Stop waiting for the steps of a rank that has left. If it `died`, drop its unfinished step's gradients."""
         if died:
-            steps = self._clock.steps_of(rank)
-            self._drop_gradients(rank, steps)
+            self._drop_gradients(rank, self._clock.steps_of(rank))
         self._clock.leave(rank)
 
     def take_over(self) -> None:
@@ -57,8 +56,7 @@ class Rounds:
         Called by: `BackupCopies`, when this server has taken over the arrays of a dead server.
         """
         for rank in self._rpc.channel.lost:
-            steps = self._clock.steps_of(rank)
-            self._optimizers.forget(rank, steps)
+            self._optimizers.forget(rank, self._clock.steps_of(rank))
         self._clock.look()
 
     def _enter(

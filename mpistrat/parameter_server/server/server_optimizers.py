@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import ASGD, SGD, Optimizer, SparseAdam
 
 from mpistrat.arrays import Array, as_tensor, dtype_name, to_host
 from mpistrat.communicators.host_views import as_buffer_of, view_of
@@ -21,6 +22,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
 from mpistrat.pytorch.gradients.values import as_sparse
 
+Hyperparameters = Mapping[str, Any]  # by name
 State = dict[str, Any]  # by name: NumPy arrays, also arrays without dimensions, and Python numbers
 
 # The server chooses how to compute a step, because a worker's choice of `fused` and `capturable` may be for a GPU. On
@@ -38,10 +40,10 @@ class OptimizerDefinition:
     """
 
     cls: type[Optimizer]
-    keywords: Mapping[str, Any]
+    keywords: Hyperparameters
 
     @classmethod
-    def of(cls, optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerDefinition:
+    def of(cls, optimizer: Optimizer, group: Hyperparameters) -> OptimizerDefinition:
         """Return the definition of an optimizer of this class, with the arguments in `group`, one of its param groups.
 
         Raises: TypeError if `step` requires a closure, or the param group lacks an argument of the constructor.
@@ -63,7 +65,7 @@ class OptimizerDefinition:
         numbers = hyperparameters(group)
         return cls(kind, {name: numbers[name] for name in keywords})
 
-    def make(self, parameter: torch.Tensor) -> Optimizer:
+    def make(self, parameter: Tensor) -> Optimizer:
         how = {**_HOW, "fused": parameter.dtype in _FUSED}
         known = _keywords_of(self.cls)
         keywords = dict(self.keywords)
@@ -82,7 +84,7 @@ def _keywords_of(cls: type[Optimizer]) -> set[str]:
     return {p.name for p in parameters[1:] if p.kind not in several}
 
 
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: Hyperparameters) -> dict[str, Any]:
     """Return the values of a param group without its parameters and their names. Tensors become plain numbers."""
     numbers = {}
     for name, value in group.items():
@@ -92,7 +94,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, (tuple, list)):
         return tuple(_plain(item) for item in value)
@@ -126,7 +128,7 @@ class ServerOptimizer:
         self._state: State = self._optimizer.state[self._whole]
         self._optimizer.state.clear()
 
-    def step(self, gradient: Array | IndexedSlices, hyperparameters: Mapping[str, Any]) -> None:
+    def step(self, gradient: Array | IndexedSlices, hyperparameters: Hyperparameters) -> None:
         """Update the array in place by a gradient: of the whole array, or (`IndexedSlices`) of some of its rows.
 
         A step by rows reads and writes only these rows of the array and of its state; the indices may repeat. All other
@@ -141,7 +143,7 @@ class ServerOptimizer:
         for name, value in hyperparameters.items():
             if name not in _HOW:
                 group[name] = value
-        if self._cls is torch.optim.SGD and self._whole.dtype in _FUSED:
+        if self._cls is SGD and self._whole.dtype in _FUSED:
             # Without momentum and weight decay, unfused SGD is one pass, too, and takes a tenth less time.
             group["fused"] = bool(group["momentum"] or group["weight_decay"])
         if isinstance(gradient, IndexedSlices):
@@ -164,7 +166,7 @@ class ServerOptimizer:
             raise ValueError(
                 f"a gradient of shape {list(gradient.shape)} for an array of shape {list(self._whole.shape)}"
             )
-        if issubclass(self._cls, torch.optim.SparseAdam):
+        if issubclass(self._cls, SparseAdam):
             raise TypeError("SparseAdam takes gradients of some rows, got one of the whole")
 
     def _check_rows(self, slices: IndexedSlices) -> None:
@@ -218,9 +220,9 @@ class ServerOptimizer:
             state[name] = self._state[name].index_copy_(0, index, value)
         self._state = state
 
-    def _take(self, parameter: torch.Tensor, gradient: torch.Tensor, state: State) -> State:
+    def _take(self, parameter: Tensor, gradient: Tensor, state: State) -> State:
         """Step `parameter` in place, with the optimizer state `state`. Returns: the state after the step."""
-        if issubclass(self._cls, torch.optim.SparseAdam) and parameter is not self._whole:
+        if issubclass(self._cls, SparseAdam) and parameter is not self._whole:
             every = torch.arange(len(gradient), device=gradient.device)
             gradient = as_sparse(every, gradient, gradient.shape, is_coalesced=True)
         self._group["params"] = [parameter]
@@ -234,7 +236,7 @@ class ServerOptimizer:
             self._group["params"] = []
             self._optimizer.state.clear()
 
-    def _initial(self, names: set[str]) -> dict[str, torch.Tensor]:
+    def _initial(self, names: set[str]) -> dict[str, Tensor]:
         """Return the values that rows without a step have in these state tensors, by name, in shape [1, ...].
 
         They are the state after a row of zeros was stepped with a gradient of zeros. {} for no names.
@@ -246,7 +248,7 @@ class ServerOptimizer:
         state = self._take(row, gradient, {})
         return {name: state[name] for name in names}
 
-    def _full(self, row: torch.Tensor) -> torch.Tensor:
+    def _full(self, row: Tensor) -> Tensor:
         shape = self._whole.shape
         if row.any():
             return row.expand(shape).clone()
@@ -263,7 +265,7 @@ class ServerOptimizer:
         """
         state = {}
         for name, value in self._state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 state[name] = view_of(to_host(value))
             elif value is not None:
                 state[name] = value
@@ -291,7 +293,7 @@ class ServerOptimizer:
         self._state = loaded
 
 
-def _tensor(array: Array) -> torch.Tensor:
+def _tensor(array: Array) -> Tensor:
     """Return `array` as a tensor in the same memory, or a copy if it is not C-contiguous or read-only.
 
     Torch has no read-only tensors.
@@ -301,8 +303,8 @@ def _tensor(array: Array) -> torch.Tensor:
     return as_tensor(array).contiguous()
 
 
-def _has_shape(value: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
+def _has_shape(value: Any, tensor: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
 def join_states(states: Sequence[State]) -> State:
@@ -349,12 +351,12 @@ def _is_split(value: Any) -> bool:
 
 def _why_not_by_part(cls: type[Optimizer]) -> str:
     # SparseAdam takes only sparse gradients, so `why_not_elementwise` does not know it.
-    if issubclass(cls, torch.optim.SparseAdam):
+    if issubclass(cls, SparseAdam):
         return ""
     return why_not_elementwise(cls)
 
 
 def _why_no_rows(cls: type[Optimizer]) -> str:
-    if issubclass(cls, torch.optim.ASGD):
+    if issubclass(cls, ASGD):
         return "ASGD averages all of a parameter at every step; choose SGD"
     return _why_not_by_part(cls)

@@ -59,21 +59,28 @@ class ObjectReferences:
         if value is self._strategy:
             return (_STRATEGY,)
         of_torch = self._of_torch
-        if of_torch is not None and (key := of_torch.reference_of(value)) is not None:
-            return _OF_TORCH, key
+        if of_torch is not None:
+            key = of_torch.reference_of(value)
+            if key is not None:
+                return _OF_TORCH, key
         parts = parts_of(value)
         if not isinstance(parts[0], RemoteVariable) or value.strategy is not self._strategy:
             return None
         how = value.trainable, value.synchronization, value.aggregation
-        return _VARIABLE, value.name, tuple(part.address for part in parts), how
+        addresses = tuple(part.address for part in parts)
+        return _VARIABLE, value.name, addresses, how
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
         of_torch = self._of_torch
-        return None if of_torch is None else of_torch.reduction_of(value)
+        if of_torch is None:
+            return None
+        return of_torch.reduction_of(value)
 
     @property
     def _of_torch(self) -> References | None:
-        return self._strategy.extended.torch_references() if "torch" in sys.modules else None
+        if "torch" not in sys.modules:
+            return None
+        return self._strategy.extended.torch_references()
 
     def resolve(self, key: Any) -> Any:
         if key[0] == _STRATEGY:

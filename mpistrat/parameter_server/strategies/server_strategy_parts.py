@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.context import AnyStrategy
+from mpistrat.errors import counted
 from mpistrat.machine.devices import task_of
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
@@ -87,14 +88,12 @@ class CheckpointsOfJob(CheckpointRole):
     def completed(self, path: str, restored: bool = False) -> None:
         self._job.tell_of_checkpoint(path)
         if restored:
-            servers = len(self._job.servers)
-            tell(
-                f"the job goes on from {path}, with {servers} parameter server{'s' * (servers > 1)}",
-                "INFO",
-            )
+            servers = counted(len(self._job.servers), "parameter server")
+            tell(f"the job goes on from {path}, with {servers}", "INFO")
 
     def tell_followers(self, what: str, value: Any, error: Exception | None = None) -> None:
-        self._job.client.publish((what, next(self._published)), (value, error))
+        name = what, next(self._published)
+        self._job.client.publish(name, (value, error))
 
     @contextlib.contextmanager
     def telling_failure(self, what: str) -> Iterator[None]:
@@ -106,7 +105,8 @@ class CheckpointsOfJob(CheckpointRole):
             raise
 
     def follow(self, what: str) -> Any:
-        value, error = self._job.client.await_published((what, next(self._published)))
+        name = what, next(self._published)
+        value, error = self._job.client.await_published(name)
         if error is not None:
             raise error
         return value
@@ -151,8 +151,11 @@ class ServersExtended(StrategyExtended):
         if not self._is_worker or not isinstance(destinations, str):
             return
         task = task_of(destinations)
+        if task is None:
+            return
+        task_type, task_id = task
         roles = self.job.roles
-        if task is not None and task[0] == roles.task_type and task[1] != roles.task_id:
+        if task_type == roles.task_type and task_id != roles.task_id:
             raise ValueError(
                 f"cannot reduce to another worker: {destinations!r}; this is {self.job.rpc.own_name}"
             )
@@ -178,17 +181,21 @@ def with_servers(
         raise SystemExit(0)
     roles = job.roles
     coordinated = clock is None
-    owns = roles.rank == job.trainers[0]
-    trains = roles.rank in job.trainers
+    trainers = job.trainers
+    owns = roles.rank == trainers[0]
+    trains = roles.rank in trainers
     # The program's topology has only the ranks that train, because servers run no part of the program.
-    topology = job.topology.part(job.trainers) if trains else Topology.single()
-    group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
+    topology = Topology.single()
+    if trains:
+        topology = job.topology.part(trainers)
+    replicas_here = len(devices)
+    group = ReplicaGroup(LocalCommunicator(), tuple(devices), (replicas_here,), topology=topology)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
 
     replicas = Replicas(strategy, group, CrossReplicaOps(group))
 
     def place(name: str, tensor: Any) -> list[Address]:
-        if coordinated and len(devices) > 1:
+        if coordinated and replicas_here > 1:
             raise NotImplementedError(
                 "torch modules in the scope of a ParameterServerStrategy whose workers have several devices each: "
                 "give each device a worker of its own"
@@ -210,7 +217,9 @@ def with_servers(
         from mpistrat.parameter_server.modules.scheduled_modules import ChiefReferences
 
         made = modules.get()
-        return ChiefReferences(strategy, made) if owns else made
+        if owns:
+            return ChiefReferences(strategy, made)
+        return made
 
     def paused() -> contextlib.AbstractContextManager[None]:
         coordinator: Any = getattr(extended.cluster, "coordinator", None)
@@ -220,8 +229,14 @@ def with_servers(
 
     checkpoints = CheckpointsOfJob(job, owns, paused)
     # Each worker reads its own part of each global batch, and no other worker waits for it.
-    pipelines = (len(job.trainers), job.trainers.index(roles.rank)) if trains else (1, 0)
-    share = Share(*pipelines, len(devices) * pipelines[0], range(len(devices)))
+    num_pipelines = 1
+    pipeline = 0
+    if trains:
+        num_pipelines = len(trainers)
+        pipeline = trainers.index(roles.rank)
+    total = replicas_here * num_pipelines
+    share = Share(num_pipelines, pipeline, total, range(replicas_here))
+    pipelines = num_pipelines, pipeline
     plan = InputPlan(share, pipelines, group.worker_devices, partial_steps=False)
     parts = Parts(modules, variables, plan, checkpoints, between_graph=True)
     extended = ServersExtended(
