@@ -246,13 +246,10 @@ class VariablesOnServers(VariableStore):
         if self.partitioner is None or not shape:
             return []
         partitions = self.partitioner(list(shape), dtype)
-        is_right = isinstance(partitions, (list, tuple)) and len(partitions) > 0
-        if is_right:
-            is_right = all(type(number) is int for number in partitions)
-        if is_right:
-            others = set(partitions[1:])
-            is_right = partitions[0] >= 1 and others <= {1}
-        if not is_right:
+        types = set()
+        if isinstance(partitions, (list, tuple)):
+            types = {type(number) for number in partitions}
+        if types != {int} or partitions[0] < 1 or {*partitions[1:]} - {1}:
             example = [2] + [1] * (len(shape) - 1)
             raise ValueError(
                 f"variable_partitioner must give the number of parts along the first axis and 1 for the others, such "

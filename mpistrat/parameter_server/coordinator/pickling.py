@@ -124,7 +124,7 @@ def raise_explained(values: Mapping[str, Any], pack: _Pack, error: Exception) ->
     """
 
     for name, value in values.items():
-        refused = outcome_of(functools.partial(pack, value))
+        refused = outcome_of(pack, value)
         if isinstance(refused, Exception):
             path, part, reason = _innermost(name, value, refused, pack)
             kind = type(part)
@@ -151,7 +151,7 @@ def _innermost(name: str, value: Any, error: Exception, pack: _Pack) -> tuple[st
             if id(part) in seen:
                 continue
             seen.add(id(part))
-            refused = outcome_of(functools.partial(pack, part))
+            refused = outcome_of(pack, part)
             if isinstance(refused, Exception):
                 path.append(description)
                 value = part

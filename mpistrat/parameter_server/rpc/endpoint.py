@@ -257,10 +257,10 @@ _KNOWN_EVERYWHERE: tuple[type[Exception], ...] = (
 )
 
 
-def outcome_of(work: Callable[[], Any]) -> Any:
+def outcome_of(work: Callable[..., Any], *args: Any) -> Any:
     """Call `work`, and return its result, or the Exception that it raises. Raises KeyboardInterrupt and SystemExit."""
     try:
-        return work()
+        return work(*args)
     except Exception as error:
         return error
 

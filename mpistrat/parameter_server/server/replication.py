@@ -244,8 +244,7 @@ class BackupCopies:
     def _change(self, primary: int, body: tuple[int, str, int, Any]) -> None:
         number, method, source, change = body
         self.primary = primary
-        make = partial(self._make, method, source, change)
-        outcome = outcome_of(make)
+        outcome = outcome_of(self._make, method, source, change)
         why_not = ""
         if isinstance(outcome, Exception):
             why_not = f"{type(outcome).__name__}: {outcome}"

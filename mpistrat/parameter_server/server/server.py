@@ -246,8 +246,7 @@ class ParameterServer:
             for update in updates.updates:
                 operands += [unpack(packed, mappings) for packed in update.operand]
             forwarded = self._backup.forward_updates(request.source, updates, operands)
-        make = partial(self.store.update, request.source, updates)
-        outcome = outcome_of(make)
+        outcome = outcome_of(self.store.update, request.source, updates)
         if forwarded is not None:
             forwarded.failed = isinstance(outcome, Exception)
         self._reply_when_safe(request, outcome)
@@ -266,7 +265,7 @@ class ParameterServer:
         self, method: str, request: Request, keys: Sequence[int], change: Callable[..., None]
     ) -> None:
         body = request.body
-        outcome = outcome_of(partial(change, *body))
+        outcome = outcome_of(change, *body)
         if self._backup.covers(keys):
             forwarded = self._backup.forward(method, request.source, body)
             forwarded.failed = isinstance(outcome, Exception)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
@@ -250,8 +249,8 @@ class Store:
         self.idempotency.settle(session, updates.settled)
         outcomes = []
         for update in updates.updates:
-            make = partial(self._update, update, client)
-            outcomes.append(outcome_of(make))
+            outcome = outcome_of(self._update, update, client)
+            outcomes.append(outcome)
         return without_errors(outcomes)
 
     def _update(self, update: Update, client: int) -> InlineTensor | None:

@@ -66,8 +66,11 @@ class CheckpointsOfJob(CheckpointRole):
         """
         if self._owns or "chief" in self._job.roles.ranks:
             return self._owns
-        living = itertools.filterfalse(self._job.rpc.channel.has_died, self._job.workers)
-        return self._job.rpc.rank == next(living, None)
+        rpc = self._job.rpc
+        for worker in self._job.workers:
+            if not rpc.channel.has_died(worker):
+                return rpc.rank == worker
+        return False
 
     @property
     def restores(self) -> bool:
