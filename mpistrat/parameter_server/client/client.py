@@ -66,7 +66,8 @@ class Client:
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
         self.rpc = rpc
         self.routes = Routes(rpc, servers, replicated)
-        self.numbers = UpdateNumbers(session_of(rpc.rank) if replicated else None)
+        session = session_of(rpc.rank) if replicated else None
+        self.numbers = UpdateNumbers(session)
         self.used: dict[int, Address] = {}
         self.bytes_pulled = self.bytes_pushed = 0
         self.optimizers = OptimizersOnServers(self.routes)

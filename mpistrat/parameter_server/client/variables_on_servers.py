@@ -220,7 +220,9 @@ class VariablesOnServers(VariableStore):
         def value_of_part(first: int, size: _Shape) -> Any:
             if whole is None:
                 return called_for_part(initial_value, dtype, size, first)
-            return whole[first : first + size[0]] if sizes else whole
+            if not sizes:
+                return whole
+            return whole[first : first + size[0]]
 
         made_of = None
         if whole is not None:

@@ -143,9 +143,13 @@ class ClusterCoordinator:
 
         Raises: the error of a function.
         """
-        return nest.map_structure(
-            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
-        )
+
+        def fetched(leaf: Any) -> Any:
+            if isinstance(leaf, RemoteValue):
+                return leaf.fetch()
+            return leaf
+
+        return nest.map_structure(fetched, val)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> per_worker.PerWorkerDataset:
         """Return a dataset with a copy on each worker. Pass `iter` of it to `schedule`; the chief cannot read elements.

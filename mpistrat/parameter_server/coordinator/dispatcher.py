@@ -64,20 +64,22 @@ class Dispatcher:
         self._cluster = cluster
         self._queue = queue
         self._resources = resources
-        self._rpc = cluster.rpc
+        rpc = cluster.rpc
+        self._rpc = rpc
         self._lock = threading.RLock()  # taken before the queue's
         self._workers = {
             rank: _LivingWorker(index, rank) for index, rank in enumerate(cluster.workers)
         }
         self._ended = False
-        self._rpc.handle(OUTCOMES, self._take_outcomes)
-        self._rpc.handle(RETURNED, self._take_back)
-        self._rpc.on_lost(self._lose)
-        for rank in sorted(self._rpc.channel.lost):
+        rpc.handle(OUTCOMES, self._take_outcomes)
+        rpc.handle(RETURNED, self._take_back)
+        rpc.on_lost(self._lose)
+        for rank in sorted(rpc.channel.lost):
             self._lose(rank)
         # Exit handlers run last in, first out, so this handler runs before the job's handler ends the workers.
         atexit.register(self.end)
-        threading.Thread(target=self._read, name="mpistrat coordinator", daemon=True).start()
+        reader = threading.Thread(target=self._read, name="mpistrat coordinator", daemon=True)
+        reader.start()
 
     def hand_out(self) -> None:
         """Send waiting closures to workers that have room for more, first to the worker with the fewest in hand.

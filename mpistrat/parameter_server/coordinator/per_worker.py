@@ -142,17 +142,18 @@ class ResourceCache:
         """
         if not isinstance(key, _Key):
             return self._references.resolve(key)
-        if key.resource not in self._made:
-            make = loads(self._packed[key.resource], self.resolve)
+        resource = key.resource
+        if resource not in self._made:
+            make = loads(self._packed[resource], self.resolve)
             try:
-                self._made[key.resource] = make()
+                self._made[resource] = make()
             except Exception as error:
                 failed = ClosureInputError(
                     f"a worker could not make its part of a per-worker value: {type(error).__name__}: {error}"
                 )
                 failed.original = error
                 raise failed from error
-        return self._made[key.resource]
+        return self._made[resource]
 
 
 Call = Callable[[Callable[..., Any], Any], Any]  # has any worker call a function with one argument

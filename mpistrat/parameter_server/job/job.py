@@ -142,13 +142,14 @@ class ServerJob:
 
         Args: coordinates: whether this rank schedules functions on the workers.
         """
+        rpc = self.rpc
         if coordinates:
-            self.coordinator = self.rpc.rank
+            self.coordinator = rpc.rank
         if not self.outlives_ranks:
             return
-        self.rpc.notify(self.servers[0], _HERE, coordinates)
-        self.rpc.run_until(lambda: self._begun)
-        job_end().losses.go_on(self.rpc.channel.has_lost)
+        rpc.notify(self.servers[0], _HERE, coordinates)
+        rpc.run_until(lambda: self._begun)
+        job_end().losses.go_on(rpc.channel.has_lost)
         job_end().records.record.expendable = not coordinates
 
     def _comes(self, rank: int, coordinates: bool) -> None:
@@ -202,18 +203,19 @@ class ServerJob:
         """
         if self.is_done:
             return
+        rpc = self.rpc
         self._leave()
         if self.roles.task_type == "chief":
-            self.rpc.notify_all(self.workers, END)
+            rpc.notify_all(self.workers, END)
         if self.server is None:
             self.client.routes.leave()
         self._send_the_rest()
-        lost = self.rpc.channel.lost
-        if self.outlives_ranks and self.rpc.rank == self.coordinator and lost:
+        lost = rpc.channel.lost
+        if self.outlives_ranks and rpc.rank == self.coordinator and lost:
             # After a death the ranks do not wait for each other at the end, and mpirun would kill the other ranks if
             # this rank fails.
-            others = self.rpc.size - 1
-            self.rpc.run_until(lambda: len(lost) == others, _SECONDS_FOR_THE_OTHERS)
+            others = rpc.size - 1
+            rpc.run_until(lambda: len(lost) == others, _SECONDS_FOR_THE_OTHERS)
 
     def _send_the_rest(self) -> None:
         """Wait until this rank's messages to the servers, and the coordinator's to workers, have gone out.
@@ -335,7 +337,9 @@ class LossPolicy:
         if job.coordinator is not None:
             return job.coordinator
         living = job.living(job.servers)
-        return living[0] if living else -1
+        if not living:
+            return -1
+        return living[0]
 
     def _who_goes_on(self, lost: int, others: Set[int]) -> str:
         job = self._job

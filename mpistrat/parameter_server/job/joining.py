@@ -60,7 +60,8 @@ def join_job(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
         # Servers need no GPU and leave the node's GPUs to the other ranks.
-        devices = ("cpu:0",) if roles.task_type == "ps" else devices
+        if roles.task_type == "ps":
+            devices = ("cpu:0",)
         with RaisingOnAll(communicator, "cannot use its devices"):
             checked = check_devices(devices)
         number = len(checked) if checked else 1

@@ -138,7 +138,9 @@ def _look_up(func: _Operation, args: Any, kwargs: Any) -> Any:
     if padding is not None:
         row = padding % len(weight)
         found = (indices == row).nonzero()
-        arguments["padding_idx"] = int(found[0]) if len(found) else None
+        arguments["padding_idx"] = None
+        if len(found):
+            arguments["padding_idx"] = int(found[0])
     arguments["sparse"] = False
     return func(**arguments)
 

@@ -82,7 +82,9 @@ class UpdateNumbers:
         Yields: `settled`, a number: the servers have answered all updates of the session with smaller numbers.
         """
         with self._lock:
-            opened = 0 if self._session is None else next(self._numbers)
+            opened = 0
+            if self._session is not None:
+                opened = next(self._numbers)
             self._open.add(opened)
             settled = min(self._open)
         try:

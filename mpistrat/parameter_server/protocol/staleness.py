@@ -102,7 +102,9 @@ class WorkerClock:
         self._max_staleness = max_staleness
         self.combines = max_staleness == 0
         first = routes.servers[0]
-        self._servers = routes.servers if self.combines else routes.copies_of(first)
+        self._servers = routes.servers
+        if not self.combines:
+            self._servers = routes.copies_of(first)
         self.steps = 0
         self._slowest = 0  # steps of the slowest worker, when this worker last asked
         self._has_sent = False

@@ -63,7 +63,8 @@ class Channel:
 
         from mpistrat.parameter_server.rpc.mpi_messages import MpiMessages
 
-        self.rank = comm.Get_rank()
+        rank = comm.Get_rank()
+        self.rank = rank
         self.size = comm.Get_size()
         self.lost: set[int] = set()
         self._outlives_ranks = outlives_ranks
@@ -73,10 +74,10 @@ class Channel:
         self._full: dict[int, PipeOutbox] = {}  # by descriptor
         self._pidfds: dict[int, int] = {}  # by rank
         self._watched: dict[int, int] = {}  # ranks, by the pidfds that are polled
-        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank))
-        ranks_of_node = [self.rank]
+        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank))
+        ranks_of_node = [rank]
         if pipes:
-            ranks_of_node = node.allgather(self.rank)
+            ranks_of_node = node.allgather(rank)
         node.Free()
         self._poll = select.poll()
         self._poll.register(self._inbox.descriptor, select.POLLIN)
@@ -84,16 +85,16 @@ class Channel:
         for peer in ranks_of_node:
             address = addresses[peer]
             try:
-                self._pipes[peer] = PipeOutbox(address, self.rank)
+                self._pipes[peer] = PipeOutbox(address, rank)
             except OSError:  # a container of its own, or a /proc that shows no other processes
                 continue
-            if peer != self.rank:
+            if peer != rank:
                 self._watch(peer, address.pid)
         reached = comm.allgather({*self._pipes})  # waits until all ranks have opened pipes
         self._mpi = MpiMessages(comm)
         reached_by_all = set.intersection(*reached)
         reaches_all = len(self._pipes) == self.size
-        self._uses_mpi = not reaches_all or self.rank not in reached_by_all
+        self._uses_mpi = not reaches_all or rank not in reached_by_all
         self._looked = 0.0
 
     def _watch(self, peer: int, pid: int) -> None:
@@ -124,7 +125,9 @@ class Channel:
     def pid_of(self, rank: int) -> int | None:
         """Return the process id of `rank`; None if that rank is on another node or in another container."""
         pipe = self._pipes.get(rank)
-        return None if pipe is None else pipe.pid
+        if pipe is None:
+            return None
+        return pipe.pid
 
     def shares_memory_with(self, rank: int) -> bool:
         """Whether this process can open the rank's files in /proc, and so map its memory. True for this rank, too."""

@@ -297,8 +297,10 @@ def attributed_error(error: BaseException, who: str) -> Exception:
     Returns: an error of the same class, if the class is built in or in `mpistrat.errors` and can be made from a text;
         otherwise a RuntimeError. Its text is `who`, then the class and the text of `error`.
     """
-    text = f"{who}: {type(error).__name__}: {error}"
-    if isinstance(error, Exception) and type(error).__module__ in ("builtins", errors.__name__):
+    kind = type(error)
+    text = f"{who}: {kind.__name__}: {error}"
+    known = ("builtins", errors.__name__)
+    if issubclass(kind, Exception) and kind.__module__ in known:
         with contextlib.suppress(TypeError):  # some classes take more than a text
-            return type(error)(text)
+            return kind(text)
     return RuntimeError(text)

@@ -124,7 +124,9 @@ class Buffers:
         size = max(_PAGE, 1 << (nbytes - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
-            return free.pop() if free else self._segments.make(size)
+            if free:
+                return free.pop()
+            return self._segments.make(size)
 
     def give_back(self, region: SharedRegion | None) -> None:
         """Recycle a region that no process uses any more. None does nothing."""

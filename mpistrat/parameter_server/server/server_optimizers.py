@@ -225,16 +225,17 @@ class ServerOptimizer:
         if issubclass(self._cls, SparseAdam) and parameter is not self._whole:
             every = torch.arange(len(gradient), device=gradient.device)
             gradient = as_sparse(every, gradient, gradient.shape, is_coalesced=True)
+        optimizer = self._optimizer
         self._group["params"] = [parameter]
-        self._optimizer.state[parameter] = state
+        optimizer.state[parameter] = state
         parameter.grad = gradient
         try:
-            self._optimizer.step()
-            return self._optimizer.state[parameter]
+            optimizer.step()
+            return optimizer.state[parameter]
         finally:
             parameter.grad = None  # the memory is the caller's
             self._group["params"] = []
-            self._optimizer.state.clear()
+            optimizer.state.clear()
 
     def _initial(self, names: set[str]) -> dict[str, Tensor]:
         """Return the values that rows without a step have in these state tensors, by name, in shape [1, ...].
@@ -339,7 +340,10 @@ def split_state(state: State, rows: Sequence[int]) -> list[State]:
         end = first + count
         shard = {}
         for name, value in state.items():
-            shard[name] = value[first:end] if _is_split(value) else value
+            if _is_split(value):
+                shard[name] = value[first:end]
+            else:
+                shard[name] = value
         shards.append(shard)
         first = end
     return shards

@@ -55,11 +55,10 @@ class Server:
         comm: MPI.Intracomm | None = None,
     ) -> None:
         task = server_or_cluster_def
-        self.server_def = (
-            task
-            if isinstance(task, ServerDef)
-            else make_server_def(task, job_name, task_index, protocol)
-        )
+        if isinstance(task, ServerDef):
+            self.server_def = task
+        else:
+            self.server_def = make_server_def(task, job_name, task_index, protocol)
         without_effect = {"protocol": protocol, "config": config}
         for name, value in without_effect.items():
             if value is not None:
@@ -103,12 +102,14 @@ class Server:
         Raises: RuntimeError before `start`, for any other task, and for a worker of a cluster without a chief.
         """
         job = self._started()
-        if self.server_def.job_name == "ps":
+        task_type = self.server_def.job_name
+        if task_type == "ps":
             job.serve()
-        elif self.server_def.job_name == "worker" and "chief" in job.roles.ranks:
-            ParameterServerStrategy.of_worker(job, self._devices).work()
+        elif task_type == "worker" and "chief" in job.roles.ranks:
+            strategy = ParameterServerStrategy.of_worker(job, self._devices)
+            strategy.work()
         else:
             raise RuntimeError(
-                f"join(): a {self.server_def.job_name} has no work to join where no other rank is its chief. Make a "
+                f"join(): a {task_type} has no work to join where no other rank is its chief. Make a "
                 "strategy on this rank instead"
             )
