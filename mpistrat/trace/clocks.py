@@ -6,7 +6,6 @@ start, and runs faster or slower by some 10 us in a second, because crystals dif
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,8 +51,9 @@ def compare(ask: _Clock, now: _Clock) -> Comparison:
         reading = ask()
         received = now()
         middle = sent + (received - sent) // 2
-        comparisons.append(Comparison(middle, reading - middle, (received - sent + 1) // 2))
-    return min(comparisons, key=operator.attrgetter("error"))
+        error = (received - sent + 1) // 2
+        comparisons.append(Comparison(middle, reading - middle, error))
+    return min(comparisons, key=lambda comparison: comparison.error)
 
 
 def compare_with(comm: MPI.Intracomm, rank: int, now: _Clock) -> Comparison:
@@ -95,7 +95,7 @@ class Alignment:
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:
-        ordered = sorted(comparisons, key=operator.attrgetter("at"))
+        ordered = sorted(comparisons, key=lambda comparison: comparison.at)
         self._first = ordered[0]
         self._last = ordered[-1]
         self.error = max(self._first.error, self._last.error)
