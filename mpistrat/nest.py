@@ -105,7 +105,7 @@ def take_apart(structure: Any, is_leaf: IsLeaf = None) -> _Apart:
     nested: list[_Apart] = []
     leaves = list(children)
     inside = ["*"] * len(leaves)
-    kinds = {type(child) for child in children}  # distinct classes are few
+    kinds: set[Any] = {type(child) for child in children}  # distinct classes are few
     if any(_is_structure(kind) for kind in kinds):
         nested = [take_apart(child, is_leaf) for child in children]
         leaves = [leaf for part, _, _ in nested for leaf in part]

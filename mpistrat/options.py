@@ -108,8 +108,8 @@ class CommunicationOptions:
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
         seconds = self.timeout_seconds
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if seconds is not None and not is_number:
+        kinds = (int, float, type(None))
+        if isinstance(seconds, bool) or not isinstance(seconds, kinds):
             raise TypeError(f"timeout_seconds must be a number or None, got {seconds!r:.60}")
         if seconds is not None and not seconds >= 0:
             raise ValueError(f"timeout_seconds must be >= 0, got {seconds}")
