@@ -107,13 +107,17 @@ def take_apart(structure: Any, is_leaf: IsLeaf = None) -> _Apart:
     inside = ["*"] * len(leaves)
     kinds: set[Any] = {type(child) for child in children}  # distinct classes are few
     if any(_is_structure(kind) for kind in kinds):
-        nested = [take_apart(child, is_leaf) for child in children]
-        leaves = [leaf for part, _, _ in nested for leaf in part]
-        inside = [text for _, text, _ in nested]
+        leaves = []
+        inside = []
+        for child in children:
+            part = take_apart(child, is_leaf)
+            nested.append(part)
+            leaves.extend(part[0])
+            inside.append(part[1])
     first, last = "[]" if isinstance(structure, list) else "()"
     if keys is not None:
-        by_key = zip(keys, inside, strict=True)
-        inside = [f"{key!r}: {text}" for key, text in by_key]
+        pairs = zip(keys, inside, strict=True)
+        inside = [f"{key!r}: {text}" for key, text in pairs]
         first, last = "{}"
     arrange = functools.partial(_arranged, structure, keys, nested)
     elements = ", ".join(inside)

@@ -25,8 +25,7 @@ def own_addresses(if_inet6: str = "/proc/net/if_inet6") -> tuple[str, ...]:
     """
     found: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address]
     found = dict.fromkeys((*_ipv4(), *_ipv6(if_inet6)))
-    reachable = [a for a in found if not (a.is_loopback or a.is_link_local)]
-    return tuple(str(address) for address in reachable)
+    return tuple(str(a) for a in found if not (a.is_loopback or a.is_link_local))
 
 
 def _ipv4() -> Iterator[ipaddress.IPv4Address]:

@@ -30,8 +30,7 @@ def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection
     for cpus in cpus_of_local_ranks:
         users.update(set(cpus))
     # Fractions, because in floats a sum of three thirds may be less than 1
-    sharers = [max(1, users[cpu]) for cpu in set(my_cpus)]
-    shares = (Fraction(1, number) for number in sharers)
+    shares = (Fraction(1, max(1, users[cpu])) for cpu in set(my_cpus))
     return sum(shares, Fraction())
 
 

@@ -138,8 +138,7 @@ def seen_accelerators() -> tuple[str, ...]:
     kind = torch_accelerator()
     numbers = range(num_accelerators())
     if not kind:
-        devices = [sys.modules["cupy"].cuda.Device(i) for i in numbers]
-        return tuple(str(device.pci_bus_id) for device in devices)
+        return tuple(str(sys.modules["cupy"].cuda.Device(i).pci_bus_id) for i in numbers)
     module = sys.modules["torch"].get_device_module(kind)
     properties = getattr(module, "get_device_properties", lambda i: None)
     names = []
@@ -210,8 +209,7 @@ def nccl_that_outlives_errors() -> Iterator[None]:
     with _making:
         # torch still reads NCCL_ASYNC_ERROR_HANDLING, the older name without a prefix.
         of_user = os.environ.keys() | {f"TORCH_{name}" for name in os.environ}
-        wanted = _AFTER_AN_ERROR.items()
-        ours = {name: text for name, text in wanted if name not in of_user}
+        ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in of_user}
         os.environ.update(ours)
         try:
             yield
@@ -231,11 +229,10 @@ def share_out(seen: _Seen) -> list[int | None]:
     Args: seen: the result of `seen_accelerators()` on each rank of the node, in rank order.
     Returns: for each rank, the accelerator's number in that rank's process; None for a rank that sees none.
     """
-    numbers: list[int | None] = []
-    for names, share in zip(seen, _one_each(seen), strict=True):
-        number = names.index(share[0]) if share else None
-        numbers.append(number)
-    return numbers
+    return [
+        names.index(share[0]) if share else None
+        for names, share in zip(seen, _one_each(seen), strict=True)
+    ]
 
 
 def share_all(seen: _Seen) -> list[list[int]]:
@@ -249,8 +246,7 @@ def share_all(seen: _Seen) -> list[list[int]]:
     """
     shares = _one_each(seen)
     taken = {name for share in shares for name in share}
-    distinct = dict.fromkeys(name for names in seen for name in names)
-    for name in distinct:
+    for name in dict.fromkeys(name for names in seen for name in names):
         if name not in taken:
             ranks = [rank for rank, names in enumerate(seen) if name in names]
             poorest = min(ranks, key=lambda rank: len(shares[rank]))

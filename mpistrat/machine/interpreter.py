@@ -26,7 +26,6 @@ def python_of_helpers() -> str | None:
     """
     executable = sys.executable or ""
     is_python = re.match(r"(python|pypy)", os.path.basename(executable)) is not None
-    is_frozen = getattr(sys, "frozen", False)
-    if is_frozen or not is_python or not os.access(executable, os.X_OK):
+    if getattr(sys, "frozen", False) or not is_python or not os.access(executable, os.X_OK):
         return None
     return executable

@@ -32,8 +32,7 @@ def visible_mpi_libraries(environ: Environment = os.environ) -> list[tuple[str, 
     An empty list if none is found.
     """
     preloaded = environ.get(PRELOAD, "").replace(":", " ").split()
-    of_mpi = [path for path in preloaded if os.path.basename(path).startswith("libmpi")]
-    found = [(PRELOAD, path) for path in of_mpi]
+    found = [(PRELOAD, path) for path in preloaded if os.path.basename(path).startswith("libmpi")]
     for entry in _entries(environ, CHOSEN):
         entry = os.path.expanduser(os.path.expandvars(entry))
         paths = _in_folder(entry) if os.path.isdir(entry) else [entry]

@@ -6,6 +6,7 @@ start, and runs faster or slower by some 10 us in a second, because crystals dif
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ def compare(ask: _Clock, now: _Clock) -> Comparison:
         middle = sent + (received - sent) // 2
         error = (received - sent + 1) // 2
         comparisons.append(Comparison(middle, reading - middle, error))
-    return min(comparisons, key=lambda comparison: comparison.error)
+    return min(comparisons, key=operator.attrgetter("error"))
 
 
 def compare_with(comm: MPI.Intracomm, rank: int, now: _Clock) -> Comparison:
@@ -95,7 +96,7 @@ class Alignment:
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:
-        ordered = sorted(comparisons, key=lambda comparison: comparison.at)
+        ordered = sorted(comparisons, key=operator.attrgetter("at"))
         self._first = ordered[0]
         self._last = ordered[-1]
         self.error = max(self._first.error, self._last.error)

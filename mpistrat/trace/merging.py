@@ -131,9 +131,9 @@ def _write(file: IO[str], parts: list[_RankTrace]) -> int:
 
 def is_outdated(folder: str) -> bool:
     """Return whether `trace.json` is missing, or older than a part. Raises: OSError if the folder cannot be read."""
-    parts = [part_of(folder, rank) for rank in _ranks_in(folder)]
-    newest = max((os.path.getmtime(part) for part in parts), default=0.0)
+    changed = [os.path.getmtime(part_of(folder, rank)) for rank in _ranks_in(folder)]
     path = trace_of(folder)
+    newest = max(changed, default=0.0)
     return not os.path.exists(path) or os.path.getmtime(path) < newest
 
 
@@ -142,8 +142,7 @@ def size_of_parts(folder: str) -> int:
 
     Raises: OSError if a part cannot be read.
     """
-    parts = [part_of(folder, rank) for rank in _ranks_in(folder)]
-    return sum(os.path.getsize(part) for part in parts)
+    return sum(os.path.getsize(part_of(folder, rank)) for rank in _ranks_in(folder))
 
 
 def remove_parts(folder: str) -> None:
@@ -156,8 +155,7 @@ def remove_older(folder: str, size: int) -> None:
     This job overwrites the other parts. Called by: rank 0, before it writes. Files that cannot be removed stay.
     """
     _remove([trace_of(folder)])
-    superfluous = [rank for rank in _ranks_in(folder) if rank >= size]
-    _remove(part_of(folder, rank) for rank in superfluous)
+    _remove(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size)
 
 
 def _remove(paths: Iterable[str]) -> None:

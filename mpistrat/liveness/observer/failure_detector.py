@@ -352,8 +352,7 @@ class FailureDetector:
 
         Left out are ranks that ended well, lost ranks, and ranks that the launcher killed because of another rank.
         """
-        ended_badly = [rank for rank in self.deaths if not (rank.ended_well or rank.lost)]
-        return [rank for rank in ended_badly if not self._killed_in_turn(rank)]
+        return [r for r in self.deaths if not (r.ended_well or r.lost or self._killed_in_turn(r))]
 
     def _killed_in_turn(self, rank: ObservedRank) -> bool:
         """Whether the launcher may have killed the dead rank because another rank had exited.

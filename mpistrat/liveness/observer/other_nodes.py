@@ -139,8 +139,8 @@ class OtherNodes:
         if message is None:
             return
         # For the number of this rank's last call on the communicator, when the rank entered the call (0: it returned).
-        slots = [slot for slot in self._record.slots() if slot.group == message.group]
-        entered = {slot.calls: slot.since for slot in slots}
+        slots = self._record.slots()
+        entered = {slot.calls: slot.since for slot in slots if slot.group == message.group}
         if min(entered, default=message.call) < message.call:
             return  # this rank has not entered the collective yet
         since = entered.get(message.call, 0)
