@@ -72,7 +72,9 @@ def default_device() -> AbstractContextManager[object]:
     device: Any = None
     with suppress(KeyError, AttributeError):  # torch 2.9: after set_default_device(None)
         device = sys.modules["torch"].get_default_device()
-    return nullcontext() if getattr(device, "type", "cpu") in ("cpu", "xla") else device
+    if getattr(device, "type", "cpu") in ("cpu", "xla"):
+        return nullcontext()
+    return device
 
 
 def is_sharded(value: object) -> bool:
@@ -97,11 +99,14 @@ def is_on_accelerator(array: Array) -> bool:
     """Whether `array` is in the memory of a GPU or an XLA device, and not in host memory."""
     if array.__class__ is np.ndarray:
         return False
-    return not (array.is_cpu or array.is_meta) if is_torch(array) else is_cupy(array)
+    if is_torch(array):
+        return not (array.is_cpu or array.is_meta)
+    return is_cupy(array)
 
 
 def is_array(value: object) -> bool:
-    return isinstance(value, (np.ndarray, np.generic)) or is_torch(value) or is_cupy(value)
+    is_numpy = isinstance(value, (np.ndarray, np.generic))
+    return is_numpy or is_torch(value) or is_cupy(value)
 
 
 def is_number(value: object) -> bool:
@@ -198,11 +203,15 @@ def itemsize_of(dtype: Any) -> int | None:
 
 
 def num_elements(array: Array) -> int:
-    return int(array.numel() if is_torch(array) else array.size)
+    if is_torch(array):
+        return int(array.numel())
+    return int(array.size)
 
 
 def is_floating(array: Array) -> bool:
-    return array.dtype.is_floating_point if is_torch(array) else array.dtype.kind == "f"
+    if is_torch(array):
+        return array.dtype.is_floating_point
+    return array.dtype.kind == "f"
 
 
 def is_integer(array: Array) -> bool:
@@ -394,7 +403,8 @@ def count_over(array: Array, axes: tuple[int, ...]) -> np.ndarray:
 
     Returns: an int64 array of NumPy of shape [], so that the ranks can add their numbers for a mean.
     """
-    return np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
+    lengths = [array.shape[axis] for axis in axes]
+    return np.asarray(np.prod(lengths, dtype=np.int64))
 
 
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
@@ -429,10 +439,12 @@ def true_divide(array: Array, divisor: Any) -> Array:
     0 / 0 is NaN, without a warning.
     """
     if is_integer(array):
-        array = cast(array, "float64" if itemsize(array) > 2 else "float32")
+        dtype = "float64" if itemsize(array) > 2 else "float32"
+        array = cast(array, dtype)
     with np.errstate(all="ignore"):  # 0 / 0 is the mean of no elements: NaN, without a warning
-        of_numpy = isinstance(array, (np.ndarray, np.generic))
-        return array / np.asarray(divisor, array.dtype) if of_numpy else array / divisor
+        if isinstance(array, (np.ndarray, np.generic)):
+            divisor = np.asarray(divisor, array.dtype)
+        return array / divisor
 
 
 def to_host(array: Array) -> Array:
@@ -451,7 +463,9 @@ def to_host(array: Array) -> Array:
         if kind is not None:
             return kind.fetch([array.detach()])[0]
         return array.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    return array.get() if is_cupy(array) else np.asarray(unmasked(array), order="C")
+    if is_cupy(array):
+        return array.get()
+    return np.asarray(unmasked(array), order="C")
 
 
 def to_numpy(array: Array) -> np.ndarray:

@@ -182,7 +182,9 @@ class entered:  # noqa: N801 - used like a function: `with entered(mode):`
 def in_replica_block(strategy: AnyStrategy) -> bool:
     """Return whether this thread is inside `strategy.replica()`, and not in a `run` or a scope within it."""
     modes = per_thread.modes
-    return len(modes) > 0 and modes[-1].in_block and modes[-1].strategy is strategy
+    if not modes:
+        return False
+    return modes[-1].in_block and modes[-1].strategy is strategy
 
 
 def at_top_level() -> bool:
@@ -210,7 +212,9 @@ def outside_replica_block(strategy: AnyStrategy) -> contextlib.AbstractContextMa
 
     Elsewhere it changes nothing. Called by: the methods of `Checkpoint`.
     """
-    return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
+    if in_replica_block(strategy):
+        return entered(strategy, None)
+    return _NOTHING
 
 
 @contextlib.contextmanager
@@ -300,7 +304,9 @@ def current_local_replica() -> int | None:
     """
     if per_thread.updated_replica is not None:
         return per_thread.updated_replica
-    context = per_thread.modes[-1].replica_context if per_thread.modes else None
+    if not per_thread.modes:
+        return None
+    context = per_thread.modes[-1].replica_context
     return None if context is None else context.local_index
 
 

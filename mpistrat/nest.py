@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 # Says of a structure whether it is a leaf nevertheless; None: no structure is.
@@ -98,21 +97,31 @@ def take_apart(structure: Any, is_leaf: IsLeaf = None) -> _Apart:
     """
     if not is_structure(structure) or (is_leaf is not None and is_leaf(structure)):
         return [structure], "*", operator.itemgetter(0)
-    keys = sorted_keys(structure) if isinstance(structure, Mapping) else None
-    children = structure if keys is None else list(map(structure.__getitem__, keys))
+    keys = None
+    children = structure
+    if isinstance(structure, Mapping):
+        keys = sorted_keys(structure)
+        children = [structure[key] for key in keys]
     nested: list[_Apart] = []
     leaves = list(children)
-    inside: Sequence[str] = ["*"] * len(leaves)
-    if any(map(_is_structure, set(map(type, children)))):  # distinct classes are few
-        nested = [take_apart(child, is_leaf) for child in children]
-        parts, inside, _ = zip(*nested, strict=True)
-        leaves = list(itertools.chain(*parts))
+    inside = ["*"] * len(leaves)
+    kinds: set[Any] = {type(child) for child in children}  # distinct classes are few
+    if any(_is_structure(kind) for kind in kinds):
+        leaves = []
+        inside = []
+        for child in children:
+            part = take_apart(child, is_leaf)
+            nested.append(part)
+            leaves.extend(part[0])
+            inside.append(part[1])
     first, last = "[]" if isinstance(structure, list) else "()"
     if keys is not None:
-        inside = [f"{key!r}: {text}" for key, text in zip(keys, inside, strict=True)]
+        pairs = zip(keys, inside, strict=True)
+        inside = [f"{key!r}: {text}" for key, text in pairs]
         first, last = "{}"
     arrange = functools.partial(_arranged, structure, keys, nested)
-    return leaves, f"{first}{', '.join(inside)}{last}", arrange
+    elements = ", ".join(inside)
+    return leaves, f"{first}{elements}{last}", arrange
 
 
 def _arranged(
@@ -126,17 +135,19 @@ def _arranged(
     """
     children = list(leaves)
     if nested:
-        rest = iter(leaves)
         children = []
+        start = 0
         for part, _, arrange in nested:
-            leaves_of_child = list(itertools.islice(rest, len(part)))
-            children.append(arrange(leaves_of_child))
+            end = start + len(part)
+            children.append(arrange(leaves[start:end]))
+            start = end
     if keys is not None:
         by_key = dict(zip(keys, children, strict=True))
-        children = list(map(by_key.__getitem__, structure))
+        children = [by_key[key] for key in structure]
     if is_of_program(structure):
         before = structure.values() if keys is not None else structure
-        if all(new is old for new, old in zip(children, before, strict=True)):
+        pairs = zip(children, before, strict=True)
+        if all(new is old for new, old in pairs):
             return structure  # has attributes that `rebuild` does not know
     return rebuild(structure, children)
 

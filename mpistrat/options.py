@@ -108,7 +108,8 @@ class CommunicationOptions:
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
         seconds = self.timeout_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float, type(None))):
+        kinds = (int, float, type(None))
+        if isinstance(seconds, bool) or not isinstance(seconds, kinds):
             raise TypeError(f"timeout_seconds must be a number or None, got {seconds!r:.60}")
         if seconds is not None and not seconds >= 0:
             raise ValueError(f"timeout_seconds must be >= 0, got {seconds}")
@@ -125,7 +126,8 @@ class CommunicationOptions:
             )
 
     def _name_of_wire_dtype(self) -> str:
-        name = getattr(self.wire_dtype, "__name__", str(self.wire_dtype)).split(".")[-1]
+        spelling = getattr(self.wire_dtype, "__name__", str(self.wire_dtype))
+        name = spelling.split(".")[-1]
         if name not in WIRE_DTYPES:
             raise ValueError(
                 f"wire_dtype must be one of {WIRE_DTYPES}, got {self.wire_dtype!r:.60}"
@@ -144,7 +146,10 @@ class CommunicationOptions:
         """
         fields = vars(check_options(other))
         defaults = type(self)
-        changes = {name: fields[name] for name in fields if fields[name] != getattr(defaults, name)}
+        changes = {}
+        for name, value in fields.items():
+            if value != getattr(defaults, name):
+                changes[name] = value
         if not _WIRE.isdisjoint(changes):  # wire_dtype and wire_format replace each other
             changes["wire_dtype"] = fields["wire_dtype"]
             changes["wire_format"] = fields["wire_format"]

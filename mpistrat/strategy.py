@@ -229,7 +229,9 @@ class Strategy(RankMethods):
         check_call("run", fn, args, kwargs)
         if in_replica_block(self):
             self._modules.before_run()
-            return fn(*select_replica(0, tuple(args)), **select_replica(0, dict(kwargs or {})))
+            own_args = select_replica(0, tuple(args))
+            own_kwargs = select_replica(0, dict(kwargs or {}))
+            return fn(*own_args, **own_kwargs)
         if options is not None:
             _check_run_options(options, self._extended.communicator.rank)
         if per_thread.modes:
@@ -414,7 +416,8 @@ class Strategy(RankMethods):
         contexts = [InputContext(*extended.input.pipelines, n)]
         if checked.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             first = extended.first_replica_id
-            contexts = [InputContext(n, first + i, n) for i in range(extended.num_local_replicas)]
+            replicas = range(first, first + extended.num_local_replicas)
+            contexts = [InputContext(n, replica, n) for replica in replicas]
 
         with RaisingOnAll(extended.communicator, "could not make its dataset"):
             datasets = [dataset_fn(context) for context in contexts]

@@ -100,7 +100,9 @@ class Topology:
     @property
     def host(self) -> str:
         """Host name of this rank's node; "" if the names are unknown."""
-        return self.hosts[self.node] if self.hosts else ""
+        if not self.hosts:
+            return ""
+        return self.hosts[self.node]
 
     def ranks_on_node(self, node: int) -> tuple[int, ...]:
         """Return the ranks that are on node number `node`, ascending.
@@ -111,7 +113,8 @@ class Topology:
             raise ValueError(
                 f"there is no node {node}: this job has the nodes 0..{self.num_nodes - 1}"
             )
-        return tuple(rank for rank, n in enumerate(self.node_of_rank) if n == node)
+        nodes = enumerate(self.node_of_rank)
+        return tuple(rank for rank, its_node in nodes if its_node == node)
 
     def part(self, ranks: Sequence[int]) -> Topology:
         """Return a new topology, for a smaller job that has only `ranks`, renumbered from 0 in the order of `ranks`.
@@ -126,9 +129,12 @@ class Topology:
         """
         nodes = [self.node_of_rank[rank] for rank in ranks]
         kept = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-        hosts = tuple(self.hosts[node] for node in kept) if self.hosts else ()
+        hosts: tuple[str, ...] = ()
+        if self.hosts:
+            hosts = tuple(self.hosts[node] for node in kept)
         renumbered = tuple(kept[node] for node in nodes)
-        return Topology([*ranks].index(self.rank), len(nodes), renumbered, hosts, self.launcher)
+        rank = list(ranks).index(self.rank)
+        return Topology(rank, len(nodes), renumbered, hosts, self.launcher)
 
     @classmethod
     def single(cls) -> Topology:

@@ -305,7 +305,8 @@ def by_owner(values: Sequence[Any], describe: Callable[[Any], str], owner: str =
         describe: returns the text of one value.
         owner: the word for the owner of a value: "replica" or "rank".
     """
-    texts = [f"{owner} {number}: {describe(value)}" for number, value in enumerate(values)]
+    numbered = enumerate(values)
+    texts = [f"{owner} {number}: {describe(value)}" for number, value in numbered]
     return ", ".join(texts)
 
 
@@ -389,7 +390,9 @@ def _children(value: Any, first: Any) -> list[Any] | None:
     if isinstance(first, Mapping):
         if isinstance(value, Mapping) and set(value) == set(first):
             return [value[key] for key in first]
-    elif isinstance(value, list if isinstance(first, list) else tuple) and len(value) == len(first):
+        return None
+    kind = list if isinstance(first, list) else tuple
+    if isinstance(value, kind) and len(value) == len(first):
         return list(value)
     return None
 
@@ -404,4 +407,6 @@ def _regrouped_leaf(values: Sequence[Any], always_wrap: bool) -> Any:
     if same and not is_number(first):
         return first
     container = getattr(first, "_container", None)
-    return PerReplica(values) if container is None else container
+    if container is not None:
+        return container
+    return PerReplica(values)

@@ -144,8 +144,10 @@ class TopK:
         Args: values, residual: float32, 1-D, of equal length on all ranks.
         """
         residual += values
-        count = min(values.numel(), max(1, int(self.fraction * values.numel())))
-        places = residual.abs().nan_to_num_(nan=math.inf).topk(count, sorted=False).indices.int()
+        wanted = int(self.fraction * values.numel())
+        count = min(values.numel(), max(1, wanted))
+        sizes = residual.abs().nan_to_num_(nan=math.inf)
+        places = sizes.topk(count, sorted=False).indices.int()
         chosen = residual[places]
         residual[places] = 0
         values.zero_()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import functools
-import operator
 import os
 import re
 import signal
@@ -60,8 +58,10 @@ def signals_of(pid: int, *kinds: str) -> int:
     Returns: 0 if there are no such signals, or the process is gone.
     """
     lines = rf"(?m)^(?:{'|'.join(kinds)}):\s*(\w+)"
-    masks = (int(mask, 16) for mask in re.findall(lines, _read(pid, "status")))
-    return functools.reduce(operator.or_, masks, 0)
+    signals = 0
+    for mask in re.findall(lines, _read(pid, "status")):
+        signals |= int(mask, 16)
+    return signals
 
 
 def catches(pid: int, number: int) -> bool:
@@ -85,7 +85,8 @@ def describe_state(letter: str) -> str:
 
 def cpu_seconds(pid: int) -> float:
     fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    ticks = int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def open_pidfd(pid: int) -> int:
@@ -140,14 +141,17 @@ def describe_exit(status: int | None) -> str:
 
 def name_of_signal(number: int) -> str:
     """Return the signal's name, such as "SIGKILL"; "signal 40" for a signal without a name."""
-    return {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
+    names = {each.value: each.name for each in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 def exit_code(status: int | None) -> int:
     """Return the exit code that a shell shows for this wait status (128 + the signal); 1 for status None or code 0."""
     if status is None:
         return 1
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) or 1
+    if os.WIFSIGNALED(status):
+        return 128 + os.WTERMSIG(status)
+    return os.WEXITSTATUS(status) or 1
 
 
 def launcher_of(pid: int) -> int | None:

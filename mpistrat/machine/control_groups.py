@@ -52,9 +52,10 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
         ):
             text = _read(folder / limit)
             if text.isdigit() and int(text) < _UNLIMITED:
-                taken = int(_read(folder / used) or 0) - number_in(folder / "memory.stat", cache)
                 most = int(text)
-                in_use = max(0, taken)
+                charged = int(_read(folder / used) or 0)
+                reclaimable = number_in(folder / "memory.stat", cache)
+                in_use = max(0, charged - reclaimable)
                 memory.append((most - in_use, most, in_use))
     _, limit_, used_ = min(memory, default=(0, None, 0))
     return Allowed(min(cpus, default=None), limit_, used_)
@@ -80,7 +81,8 @@ def _folders(groups: str, mounts: str) -> Iterator[Path]:
     """
     for line in _read(Path(groups)).splitlines():
         _, controllers, path = line.split(":", 2)  # "4:memory:/slurm/uid_0/job_7", "0::/user.slice"
-        tops = [Path(mounts), *(Path(mounts, name) for name in controllers.split(",") if name)]
+        tops = [Path(mounts)]
+        tops.extend(Path(mounts, name) for name in controllers.split(",") if name)
         for top in tops:
             folder = Path(os.path.normpath(f"{top}/{path}"))
             while folder.is_relative_to(top):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import os
 import re
 import sys
@@ -38,19 +37,26 @@ def check_device(device: str) -> str:
     Raises: ValueError if `device` is no device name, or if this process does not see the accelerator.
     """
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
-    named, index = (match["kind"].lower(), int(match["index"] or 0)) if match else ("", 0)
+    named = ""
+    index = 0
+    if match:
+        named = match["kind"].lower()
+        index = int(match["index"] or 0)
     present = accelerator() or "cuda"
     kind = {"gpu": present, "tpu": "xla"}.get(named, named)
     # "xla" is in `device_kinds` only after a TPUStrategy was built.
     if kind not in ("cpu", "cuda", present, *device_kinds):
         raise ValueError(f"expected a device such as 'cpu:0' or 'cuda:1', got {device!r:.60}")
-    if kind in ("cuda", present) and (kind != present or index >= num_accelerators()):
+    is_accelerator = kind in ("cuda", present)
+    if is_accelerator and (kind != present or index >= num_accelerators()):
         raise ValueError(f"device {device!r} does not exist: this process sees {_seen_in_words()}")
     return f"{kind}:{index}"
 
 
 def _seen_in_words() -> str:
-    seen = f"{num_accelerators()} {accelerator()} devices" if accelerator() else "no GPUs"
+    seen = "no GPUs"
+    if accelerator():
+        seen = f"{num_accelerators()} {accelerator()} devices"
     if {"torch", "cupy"} & sys.modules.keys():
         return seen
     return f"{seen}. Import torch, or cupy, before the strategy is built"
@@ -62,7 +68,9 @@ def task_of(device: str) -> tuple[str, int] | None:
     None if it names no task, or is no device name.
     """
     match = _DEVICE.fullmatch(device)
-    return None if match is None or match["task"] is None else (match["job"], int(match["task"]))
+    if match is None or match["task"] is None:
+        return None
+    return match["job"], int(match["task"])
 
 
 def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -133,7 +141,11 @@ def seen_accelerators() -> tuple[str, ...]:
         return tuple(str(sys.modules["cupy"].cuda.Device(i).pci_bus_id) for i in numbers)
     module = sys.modules["torch"].get_device_module(kind)
     properties = getattr(module, "get_device_properties", lambda i: None)
-    return tuple(str(getattr(properties(i), "uuid", f"{kind} {i}")) for i in numbers)
+    names = []
+    for i in numbers:
+        uuid = getattr(properties(i), "uuid", f"{kind} {i}")
+        names.append(str(uuid))
+    return tuple(names)
 
 
 chosen: int | None = None  # the number of this rank's accelerator, once a strategy has chosen it
@@ -233,15 +245,19 @@ def share_all(seen: _Seen) -> list[list[int]]:
         sees none. Ranks share accelerators if there are too few.
     """
     shares = _one_each(seen)
-    taken = set(itertools.chain(*shares))
-    for name in dict.fromkeys(itertools.chain(*seen)):
+    taken = {name for share in shares for name in share}
+    for name in dict.fromkeys(name for names in seen for name in names):
         if name not in taken:
             ranks = [rank for rank, names in enumerate(seen) if name in names]
-            shares[min(ranks, key=lambda rank: len(shares[rank]))].append(name)
-    count = max(1, min(map(len, shares)))
-    return [
-        sorted(map(names.index, share[:count])) for names, share in zip(seen, shares, strict=True)
-    ]
+            poorest = min(ranks, key=lambda rank: len(shares[rank]))
+            shares[poorest].append(name)
+    fewest = min(len(share) for share in shares)
+    count = max(1, fewest)
+    numbers = []
+    for names, share in zip(seen, shares, strict=True):
+        kept = [names.index(name) for name in share[:count]]
+        numbers.append(sorted(kept))
+    return numbers
 
 
 def _one_each(seen: _Seen) -> list[list[str]]:
@@ -254,7 +270,8 @@ def _one_each(seen: _Seen) -> list[list[str]]:
             limit = 1
             while not _find_place(rank, seen, users, limit, set()):
                 limit += 1
-    return [[name for name in users if rank in users[name]] for rank in range(len(seen))]
+    ranks = range(len(seen))
+    return [[name for name in users if rank in users[name]] for rank in ranks]
 
 
 def _find_place(

@@ -31,7 +31,9 @@ def tell_of_way(way: str, reason: str) -> None:
         reason: why NCCL is not used; only its first line is told.
     """
     fix = next(fix for part, fix in _FIXES if part in reason)
-    text = f"values on GPUs go {way}, because {reason.splitlines()[0].rstrip('.')}"
+    first_line = reason.splitlines()[0].rstrip(".")
+    text = f"values on GPUs go {way}, because {first_line}"
     if not notices:
         notices.append(text)
-        tell(f"{text}. {fix[0].upper()}{fix[1:]}.")
+        advice = fix[0].upper() + fix[1:]
+        tell(f"{text}. {advice}.")

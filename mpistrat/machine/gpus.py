@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 
@@ -20,10 +19,15 @@ def visible_gpus(environ: Environment = os.environ) -> tuple[str, ...]:
     """
     listed = environ.get(VISIBLE_DEVICES)
     if listed is None:
-        return tuple(map(str, range(_number_by_nvidia_smi())))
-    # CUDA ignores the first entry that is no device, and all entries after it.
-    entries = map(str.strip, listed.split(","))
-    return tuple(itertools.takewhile(re.compile("[^-]").match, entries))
+        return tuple(str(number) for number in range(_number_by_nvidia_smi()))
+    visible = []
+    for entry in listed.split(","):
+        gpu = entry.strip()
+        # CUDA ignores the first entry that is no device, and all entries after it.
+        if not gpu or gpu.startswith("-"):
+            break
+        visible.append(gpu)
+    return tuple(visible)
 
 
 def _number_by_nvidia_smi() -> int:

@@ -38,7 +38,8 @@ def visible_mpi_libraries(environ: Environment = os.environ) -> list[tuple[str, 
         paths = _in_folder(entry) if os.path.isdir(entry) else [entry]
         found += [(CHOSEN, path) for path in paths]
     for rule, prefix in _prefixes():
-        found += [(rule, path) for path in _in_folder(os.path.join(prefix, "lib"))]
+        folder = os.path.join(prefix, "lib")
+        found += [(rule, path) for path in _in_folder(folder)]
     return found + [(LIBRARY_PATH, path) for path in libraries_on_path(_NAMES, environ)]
 
 
@@ -52,7 +53,8 @@ def libraries_on_path(pattern: str, environ: Environment = os.environ) -> list[s
 
 
 def _entries(environ: Environment, name: str) -> list[str]:
-    return [*filter(None, environ.get(name, "").split(os.pathsep))]
+    entries = environ.get(name, "").split(os.pathsep)
+    return [entry for entry in entries if entry]
 
 
 def _prefixes() -> Iterator[tuple[str, str]]:
@@ -70,7 +72,8 @@ def _in_folder(folder: str, pattern: str = _NAMES) -> list[str]:
     Other files are left out: the `libmpi.so` of the PyPI wheels is a text for the linker.
     """
     paths: dict[str, str] = {}
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), pattern))):
+    wanted = os.path.join(glob.escape(folder), pattern)
+    for path in sorted(glob.glob(wanted)):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             if file.read(len(_ELF)) == _ELF:
                 paths.setdefault(os.path.realpath(path), path)

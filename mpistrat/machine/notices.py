@@ -49,7 +49,8 @@ def _is_configured(logger: logging.Logger) -> bool:
     import logging
 
     root = logger.root
-    if logger.handlers or len(root.handlers) != 1 or root.level != logging.WARNING:
+    is_as_made = len(root.handlers) == 1 and root.level == logging.WARNING
+    if logger.handlers or not is_as_made:
         return logger.hasHandlers()
     (handler,) = root.handlers
     made = getattr(handler.formatter, "_fmt", "") == logging.BASIC_FORMAT
@@ -161,4 +162,8 @@ def runs_in_words(numbers: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    texts = []
+    for first, last in runs:
+        text = str(first) if first == last else f"{first}-{last}"
+        texts.append(text)
+    return ", ".join(texts)

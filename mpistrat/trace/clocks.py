@@ -52,7 +52,8 @@ def compare(ask: _Clock, now: _Clock) -> Comparison:
         reading = ask()
         received = now()
         middle = sent + (received - sent) // 2
-        comparisons.append(Comparison(middle, reading - middle, (received - sent + 1) // 2))
+        error = (received - sent + 1) // 2
+        comparisons.append(Comparison(middle, reading - middle, error))
     return min(comparisons, key=operator.attrgetter("error"))
 
 

@@ -69,7 +69,8 @@ class Merged:
         }
         for text, ranks in lacks.items():
             if ranks:
-                lines.append("  " + text.format(ranks=_ranks(ranks), first=self.ranks[0]))
+                lack = text.format(ranks=_ranks(ranks), first=self.ranks[0])
+                lines.append(f"  {lack}")
         return "\n".join(lines)
 
 
@@ -90,13 +91,11 @@ def merge(folder: str) -> Merged:
         events = _write(file, parts)
     os.replace(f"{path}.new", path)
     present = {part.rank for part in parts}
+    missing = set(range(parts[0].size)) - present
+    unfinished = tuple(part.rank for part in parts if not part.has_end)
+    unaligned = tuple(part.rank for part in parts if part.clock not in aligned)
     return Merged(
-        path,
-        tuple(sorted(present)),
-        events,
-        tuple(sorted({*range(parts[0].size)} - present)),
-        tuple(part.rank for part in parts if not part.has_end),
-        tuple(part.rank for part in parts if part.clock not in aligned),
+        path, tuple(sorted(present)), events, tuple(sorted(missing)), unfinished, unaligned
     )
 
 
@@ -134,7 +133,8 @@ def is_outdated(folder: str) -> bool:
     """Return whether `trace.json` is missing, or older than a part. Raises: OSError if the folder cannot be read."""
     changed = [os.path.getmtime(part_of(folder, rank)) for rank in _ranks_in(folder)]
     path = trace_of(folder)
-    return not os.path.exists(path) or os.path.getmtime(path) < max(changed, default=0.0)
+    newest = max(changed, default=0.0)
+    return not os.path.exists(path) or os.path.getmtime(path) < newest
 
 
 def size_of_parts(folder: str) -> int:
@@ -173,7 +173,10 @@ def _ranks_in(folder: str) -> list[int]:
 
 
 def _ranks(ranks: _Ranks) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    numbers = ", ".join(str(rank) for rank in ranks)
+    if len(ranks) > 1:
+        return f"ranks {numbers}"
+    return f"rank {numbers}"
 
 
 def _unchanged(time: int) -> int:
@@ -235,7 +238,8 @@ class _RankTrace:
         self.comparisons: list[tuple[str, Comparison]] = []
         for line in self.lines("{"):
             if "kind" in line:
-                self.kinds[line["kind"]] = _EventKind(line["name"], line["category"], line["told"])
+                kind = _EventKind(line["name"], line["category"], line["told"])
+                self.kinds[line["kind"]] = kind
             elif "track" in line:
                 self.tracks[line["track"]] = line["name"]
             elif "reference" in line:
@@ -261,14 +265,17 @@ class _RankTrace:
             yield _metadata("thread_sort_index", pid, track, sort_index=track)
 
         def complete(track: int, start: int, end: int, rest: str) -> str:
-            times = f'"ts":{_us(start - beginning)},"dur":{_us(end - start)}'
+            since = _us(start - beginning)
+            duration = _us(end - start)
+            times = f'"ts":{since},"dur":{duration}'
             return f'{{"ph":"X","pid":{pid},"tid":{track},{times},{rest}}}'
 
         for kind, track, *times in self.lines("["):
             about = self.kinds[kind]
             entered = self.aligned(times[0])
             if not about.is_collective:
-                yield complete(track, entered, self.aligned(times[1]), f"{about.text}}}")
+                left = self.aligned(times[1])
+                yield complete(track, entered, left, f"{about.text}}}")
                 continue
             left = self.aligned(times[2])
             number = times[3]

@@ -94,7 +94,8 @@ class Timeline:
 
     def add(self, kind: int, start: int, end: int) -> None:
         """Record an event of a `kind`: this thread's work from `start` to `end`, both times of `now` (ns)."""
-        self._add(f"[{kind},{self._track()},{start},{end}]", end)
+        track = self._track()
+        self._add(f"[{kind},{track},{start},{end}]", end)
 
     def add_collective(
         self, kind: int, entered: int, together: int, left: int, number: int
@@ -105,7 +106,8 @@ class Timeline:
             entered, left: when this rank entered and left the call.
             together: when all ranks had entered the call; 0 if that is not known.
         """
-        self._add(f"[{kind},{self._track()},{entered},{together},{left},{number}]", left)
+        track = self._track()
+        self._add(f"[{kind},{track},{entered},{together},{left},{number}]", left)
 
     def add_comparison(self, reference: str, at: int, ahead: int, error: int) -> None:
         """Record a comparison of this process's clock with the clock that has the name `reference`.
@@ -153,7 +155,8 @@ class Timeline:
     def _write(self) -> None:
         if self._file is None:
             return
-        data = memoryview("".join(f"{line}\n" for line in self._lines).encode())
+        text = "".join(f"{line}\n" for line in self._lines)
+        data = memoryview(text.encode())
         self._lines.clear()
         try:
             while data:

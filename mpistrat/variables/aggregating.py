@@ -37,7 +37,9 @@ class AggregatingVariable(DistributedVariable):
             )
         updated = get_replica_context().merge_call(self._merge_update, (method, operand))
         readers = getattr(self._values[0], "readers", ())  # a variable on a server has none
-        return arrays.to_device(updated, readers[replica]) if readers else updated
+        if readers:
+            return arrays.to_device(updated, readers[replica])
+        return updated
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
         return self._values[0]._update(method, self._aggregated(operand, f"{method} to"))

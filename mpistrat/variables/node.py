@@ -34,7 +34,8 @@ def variable_of_node(
     why = ""
     nbytes = arrays.num_elements(value) * arrays.itemsize(value)
     if communicator.size > 1 and nbytes and not arrays.is_on_gpu(value):
-        memory, why = communicator.memory.common_memory(-(-nbytes // PAGE) * PAGE)
+        pages = -(-nbytes // PAGE)
+        memory, why = communicator.memory.common_memory(pages * PAGE)
     if memory is None:
         if why and communicator.rank == 0:
             warnings.warn(

@@ -70,7 +70,8 @@ class ShardedVariable(Variable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self._division.ends[-1], *self.variables[0].shape[1:])
+        rows = self._division.ends[-1]
+        return (rows, *self.variables[0].shape[1:])
 
     @property
     def dtype(self) -> Any:
@@ -191,7 +192,8 @@ class Division:
         self.offsets = [0, *self.ends[:-1]]
 
     def parts(self, whole: Array) -> list[Array]:
-        return [whole[start:end] for start, end in zip(self.offsets, self.ends, strict=True)]
+        bounds = zip(self.offsets, self.ends, strict=True)
+        return [whole[start:end] for start, end in bounds]
 
     def owners(self, indices: Any, method: str) -> tuple[np.ndarray, np.ndarray]:
         """Return `indices` as a NumPy array, int64[n], and for each the number of the shard with that row, int64[n].
@@ -208,7 +210,8 @@ class Division:
             raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
         positions = arrays.to_numpy(array).astype(np.int64, copy=False)
         check_rows(self._name, positions, self.ends[-1])
-        if self._sizes != equal_parts(self.ends[-1], len(self._sizes)):
+        equal_sizes = equal_parts(self.ends[-1], len(self._sizes))
+        if self._sizes != equal_sizes:
             raise NotImplementedError(
                 f"variable {self._name!r}: {method} needs shards of equal sizes; only the first ones may have a "
                 f"row more. The shards have {self._sizes} rows"
@@ -226,7 +229,9 @@ def _joined(shard: Variable, parts: list[Array]) -> Array:
     """Return the rows of all `parts` in one array; without parts, no rows of `shard`."""
     if len(parts) > 1:
         return arrays.concatenate(parts)
-    return parts[0] if parts else shard.read_value()[:0]
+    if parts:
+        return parts[0]
+    return shard.read_value()[:0]
 
 
 def _check_index(part: Any) -> None:

@@ -131,7 +131,9 @@ def _converted(operand: Any, array: Array) -> Any:
     if not isinstance(operand, (np.ndarray, np.generic)):
         return operand
     foreign = operand.ndim == 0 or not isinstance(array, (np.ndarray, np.generic))
-    return arrays.cast_like(operand, array) if foreign and _fits(operand, array) else operand
+    if foreign and _fits(operand, array):
+        return arrays.cast_like(operand, array)
+    return operand
 
 
 def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
@@ -147,7 +149,9 @@ def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
     if not arrays.is_integer(array):
         return True
     limits = np.iinfo(name)
-    return limits.min <= int(numbers.min()) and int(numbers.max()) <= limits.max
+    if int(numbers.min()) < limits.min:
+        return False
+    return int(numbers.max()) <= limits.max
 
 
 def _kinds_that_fit(array: Array) -> str:

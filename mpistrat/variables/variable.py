@@ -213,10 +213,9 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         return self._update("scatter_update", slices)
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {self.name!r} shape={tuple(self.shape)} "
-            f"dtype={self.dtype}{self._shown()}>"
-        )
+        kind = type(self).__name__
+        shape = tuple(self.shape)
+        return f"<{kind} {self.name!r} shape={shape} dtype={self.dtype}{self._shown()}>"
 
     def _shown(self) -> str:
         """Return the value for `repr`, as far as this rank knows it without asking another rank."""
@@ -481,7 +480,9 @@ class SyncOnReadVariable(DistributedVariable):
             )
         else:
             self._update_all(method, operand)
-        return None if self.aggregation is VariableAggregation.NONE else self.read_value()
+        if self.aggregation is VariableAggregation.NONE:
+            return None
+        return self.read_value()
 
 
 def check_strategy(variable: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -71,17 +70,22 @@ class NumpyDataset:
     def __getitem__(self, index: int) -> Any:
         if not -self._size <= index < self._size:
             raise IndexError(f"example {index} is out of range: there are {self._size}")
-        return nest.map_structure(operator.itemgetter(index), self._arrays)
+        return nest.map_structure(lambda array: array[index], self._arrays)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.__getitem__, range(self._size))
+        return (self[index] for index in range(self._size))
 
 
 def _stacked(numpy_input: Any) -> Any:
     """Return `numpy_input` with each list stacked into one array, because tf.data takes a list as an array."""
     if isinstance(numpy_input, list):
-        return np.stack([np.asarray(leaf) for leaf in numpy_input]) if numpy_input else np.zeros(0)
+        if not numpy_input:
+            return np.zeros(0)
+        leaves = [np.asarray(leaf) for leaf in numpy_input]
+        return np.stack(leaves)
     if nest.is_structure(numpy_input):
         parts = numpy_input.values() if isinstance(numpy_input, Mapping) else numpy_input
         return nest.rebuild(numpy_input, [_stacked(part) for part in parts])
-    return numpy_input if arrays.is_array(numpy_input) else np.asarray(numpy_input)
+    if arrays.is_array(numpy_input):
+        return numpy_input
+    return np.asarray(numpy_input)

@@ -31,7 +31,8 @@ def keep() -> None:
             with contextlib.suppress(ValueError):  # this is not the main thread
                 _previous[number] = before
                 signal.signal(number, _note)
-                kept.update([number] if before == signal.SIG_DFL else ())
+                if before == signal.SIG_DFL:
+                    kept.add(number)
 
 
 def previous(number: int) -> Any:
@@ -41,7 +42,9 @@ def previous(number: int) -> Any:
         handler that Python does not know.
     """
     handler = signal.getsignal(number)
-    return _previous.get(number, signal.SIG_DFL) if handler is _note else handler
+    if handler is _note:
+        return _previous.get(number, signal.SIG_DFL)
+    return handler
 
 
 def heard(numbers: frozenset[int]) -> int:

@@ -8,7 +8,6 @@ long, does not end the job.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 from mpistrat.liveness import deadlines
@@ -79,7 +78,7 @@ class ExitCoordinator:
         else:
             name = message.communicator
             known = self._furthest.get(name, message)
-            self._furthest[name] = max(known, message, key=operator.attrgetter("call"))
+            self._furthest[name] = max(known, message, key=lambda waits: waits.call)
 
     def all_left(self) -> bool:
         return len(self._left) == self._size
@@ -119,7 +118,10 @@ def _never_comes(missing: list[Left], waits: Waits) -> str:
     others = ""
     if more:
         ranks = ", ".join(str(left.rank) for left in more[:8])
-        others = f" (so did rank{'s' * (len(more) > 1)} {ranks}{', …' * (len(more) > 8)})"
+        if len(more) > 8:
+            ranks += ", …"
+        noun = "rank" if len(more) == 1 else "ranks"
+        others = f" (so did {noun} {ranks})"
     made = first.calls[waits.communicator]
     advice = waits.raised or _ADVICE
     return (

@@ -96,7 +96,9 @@ def program_exit() -> ProgramExit:
 
 def exit_status(code: object) -> int:
     """Return the exit code of a process that ends by SystemExit(code): 0 for None, `code & 0xFF` for an int, else 1."""
-    return (code or 0) & 0xFF if isinstance(code, int | None) else 1
+    if not isinstance(code, int | None):
+        return 1
+    return (code or 0) & 0xFF
 
 
 def _ended_the_program(error: BaseException) -> bool:

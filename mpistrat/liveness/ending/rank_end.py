@@ -53,9 +53,12 @@ class RankEnd:
     def __init__(self) -> None:
         self._pid = os.getpid()
         mpi = _running_mpi()  # COMM_WORLD numbers ranks as the launcher does
-        world: tuple[int, int] | None = mpi and (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+        world: tuple[int, int] | None = None
+        if mpi:
+            world = (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
         self.rank, self._size = world or certain_rank() or (0, 1)
-        self.who = f"rank {self.rank} of {self._size} ({os.uname().nodename}, pid {self._pid})"
+        node = os.uname().nodename
+        self.who = f"rank {self.rank} of {self._size} ({node}, pid {self._pid})"
         self.streams: list[Any] = []
         self.decides_exits = True
         self.other_nodes: Nodes | None = None
@@ -321,4 +324,6 @@ def begin() -> None:
 
 def _running_mpi() -> Any:
     mpi = sys.modules.get("mpi4py.MPI")
-    return mpi if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else None
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        return mpi
+    return None

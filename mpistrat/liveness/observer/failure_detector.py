@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import os
 import select
 import time
@@ -211,7 +210,7 @@ class Wait:
 
     def lasts(self) -> bool:
         """Whether one of the ranks in `inside` is still in this collective, by its present record."""
-        slots = itertools.chain(*(rank.record.slots() for rank in self.inside))
+        slots = [slot for rank in self.inside for slot in rank.record.slots()]
         entered = {(slot.group, slot.calls) for slot in slots if slot.since}
         return (self.slot.group, self.slot.calls) in entered
 
@@ -233,7 +232,7 @@ def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[W
             if slot.since and (of_the_dead or not rank.dead):
                 waiting.setdefault(slot.group, []).append((rank, slot))
     found = [_wait_of(pairs, calls) for pairs in waiting.values()]
-    return sorted(found, key=operator.attrgetter("since"))
+    return sorted(found, key=lambda wait: wait.since)
 
 
 def _wait_of(
@@ -247,7 +246,8 @@ def _wait_of(
         calls: for each rank of this node, a dict from the hash of a communicator's name to the number of the rank's
             calls on it.
     """
-    last = max((slot for _, slot in waiting), key=operator.attrgetter("calls"))
+    slots = [slot for _, slot in waiting]
+    last = max(slots, key=lambda slot: slot.calls)
     inside = {rank: slot for rank, slot in waiting if slot.calls == last.calls}
     group = last.group
     first, _ = waiting[0]
@@ -373,7 +373,9 @@ class FailureDetector:
         """
         ranks = self.ranks
         elsewhere = len(ranks) < ranks[0].record.size
-        return elsewhere or any(not rank.dead or rank.record.state == LEFT for rank in ranks)
+        if elsewhere:
+            return True
+        return any(not rank.dead or rank.record.state == LEFT for rank in ranks)
 
     def exited_together(self, unexplained: Collection[ObservedRank]) -> bool:
         """Whether all ranks may have ended by os._exit(0) after the same collectives. Then nothing is to be reported.
@@ -456,7 +458,7 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
         the files of a rank were not seen to close.
     """
     if 0 not in [rank.closed for rank in deaths]:
-        deaths = sorted(deaths, key=operator.attrgetter("closed"))
+        deaths = sorted(deaths, key=lambda rank: rank.closed)
     ended_themselves = [
         rank
         for rank in deaths

@@ -105,7 +105,8 @@ class NodeRecords:
         """
         folder, is_new = self._open_folder(node)
         held = node.allgather((folder and folder.path, process_namespace()))
-        path, namespace = next((each for each in held if each[0]), ("", None))
+        joined = (each for each in held if each[0])
+        path, namespace = next(joined, ("", None))
         if not self._has_joined:
             if process_namespace() == namespace:
                 with contextlib.suppress(OSError):

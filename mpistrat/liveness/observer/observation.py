@@ -212,7 +212,9 @@ def announce_exit() -> Observed | None:
 
 def wake_observer(record: RankRecord) -> None:
     """Send SIGCONT to the observer of `record` if it is stopped (state T), because it would stay for ever."""
-    if state_of(record.observer) == "T" and command_of(record.observer).endswith(record.folder):
+    if state_of(record.observer) != "T":
+        return
+    if command_of(record.observer).endswith(record.folder):
         with contextlib.suppress(OSError):
             os.kill(record.observer, signal.SIGCONT)
 

@@ -139,7 +139,8 @@ class OtherNodes:
         if message is None:
             return
         # For the number of this rank's last call on the communicator, when the rank entered the call (0: it returned).
-        entered = {b.calls: b.since for b in self._record.slots() if b.group == message.group}
+        slots = self._record.slots()
+        entered = {slot.calls: slot.since for slot in slots if slot.group == message.group}
         if min(entered, default=message.call) < message.call:
             return  # this rank has not entered the collective yet
         since = entered.get(message.call, 0)
@@ -175,7 +176,8 @@ class OtherNodes:
         elif has_waited or len(self._accounts) == len(self._others):
             record.ask = 0
             self._asked_at = 0.0
-            leave_accounts(record.folder, [self._accounts[node] for node in sorted(self._accounts)])
+            accounts = [self._accounts[node] for node in sorted(self._accounts)]
+            leave_accounts(record.folder, accounts)
 
     def _send_all(self, message: Message, most: int | None = None) -> None:
         """Send `message` to the `most` lowest ranks of each other node; to all of its ranks if `most` is None."""
@@ -187,5 +189,7 @@ class OtherNodes:
 def _account_of_node(folder: str) -> Account:
     """Return the account of this node's ranks, from the records in `folder`. It takes up to 2 s to ask for stacks."""
     ranks = find_ranks(folder)
-    calls = {str(r.number): {str(group): made for group, made in r.calls.items()} for r in ranks}
+    calls = {}
+    for rank in ranks:
+        calls[str(rank.number)] = {str(group): made for group, made in rank.calls.items()}
     return Account(calls, account_of(ranks))

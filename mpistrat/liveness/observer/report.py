@@ -91,7 +91,9 @@ def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterabl
     if missing:
         have = "has" if len(missing) == 1 else "have"
         return f"{_numbers(missing)} {have} not come to it"
-    return f"{_ranks(suspects)} entered it, and does not go on" if suspects else ""
+    if not suspects:
+        return ""
+    return f"{_ranks(suspects)} entered it, and does not go on"
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
@@ -325,7 +327,9 @@ def _numbers(numbers: list[int]) -> str:
     shown = ", ".join(str(number) for number in numbers[:16])
     if len(numbers) > 16:
         shown += ", ..."
-    return f"rank{'s' * (len(numbers) > 1)} {shown}"
+    if len(numbers) > 1:
+        return f"ranks {shown}"
+    return f"rank {shown}"
 
 
 class StackRequest:

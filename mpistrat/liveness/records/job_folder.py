@@ -73,13 +73,14 @@ def note_members(folder: str, group: int, ranks: Sequence[int]) -> None:
         ranks: the group's ranks, as numbers in the job.
     """
     with create(os.path.join(folder, f"members-{group:x}")) as file:
-        file.write(" ".join(map(str, ranks)))
+        numbers = [str(rank) for rank in ranks]
+        file.write(" ".join(numbers))
 
 
 def members_of(folder: str, group: int) -> set[int]:
     """Return the ranks of the group that `note_members` wrote, as numbers in the job; an empty set if it wrote none."""
     numbers = text_in(os.path.join(folder, f"members-{group:x}"))
-    return set(map(int, numbers.split()))
+    return {int(number) for number in numbers.split()}
 
 
 # Files that MPI libraries and their transports make in /dev/shm. Nobody removes them when a job is killed.
@@ -179,7 +180,8 @@ class JobFolder:
     @classmethod
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
-            made = os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            made = os.open(path + _LOCK, flags, 0o600)
             os.close(made)
             # The lock file is gone if a cleaner has removed it before we locked it.
             with contextlib.suppress(FileNotFoundError):
