@@ -165,7 +165,9 @@ def _alone(parsed: argparse.Namespace) -> Launch:
 
     launch = look()
     if launch.of_several:
-        parsed.error("start it once, without mpirun or srun") if launch.speaks else sys.exit(2)
+        if launch.speaks:
+            parsed.error("start it once, without mpirun or srun")
+        sys.exit(2)
     return launch
 
 

@@ -96,8 +96,13 @@ class _BelowAll:
 below_all = _BelowAll()
 # Names of the package that may ask for the strategy in force inside torch.compile, where no strategy can be made.
 _ASKING = {
-    *("compute_average_loss", "get_loss_reduction", "get_replica_context", "get_strategy"),
-    *("in_cross_replica_context", "scale_regularization_loss", "Variable"),
+    "compute_average_loss",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "in_cross_replica_context",
+    "scale_regularization_loss",
+    "Variable",
 }
 
 

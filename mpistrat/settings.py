@@ -171,8 +171,15 @@ rank_pid = Setting(
 )
 
 SETTINGS: tuple[Setting[Any], ...] = (
-    *(start_seconds, stall_seconds, raises_on_stall, on_drift, full_tracebacks, shared_bytes),
-    *(_cache, _trace, rank_pid),
+    start_seconds,
+    stall_seconds,
+    raises_on_stall,
+    on_drift,
+    full_tracebacks,
+    shared_bytes,
+    _cache,
+    _trace,
+    rank_pid,
 )
 
 # "/home/ann/.cache"; the XDG standard says to ignore a relative path.
@@ -210,8 +217,17 @@ def trace_folder(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 # UCX_TLS=tcp, FI_PROVIDER=cxi, OMPI_MCA_pml=ob1, MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM=ring
 MPI_TRANSPORTS = (
-    *("UCX_", "FI_", "PSM2_", "PSM3_", "MPICH_", "MPIR_CVAR_", "I_MPI_"),
-    *(f"OMPI_MCA_{part}" for part in ("pml", "btl", "mtl", "coll")),
+    "UCX_",
+    "FI_",
+    "PSM2_",
+    "PSM3_",
+    "MPICH_",
+    "MPIR_CVAR_",
+    "I_MPI_",
+    "OMPI_MCA_pml",
+    "OMPI_MCA_btl",
+    "OMPI_MCA_mtl",
+    "OMPI_MCA_coll",
 )
 # Hydra sets MPIR_CVAR_…_HOSTNAME to the node's name, so these variables differ from job to job.
 _OF_THE_JOB = "HOSTNAME"

@@ -113,7 +113,10 @@ class CheckpointManager:
         A save counts with this rank's time; after `wait`, with the slowest rank's time. Saves that failed do not count.
         Not collective.
         """
-        return max(self._seconds_to_save, 0.0 if self._saving is None else self._saving.seconds)
+        longest = self._seconds_to_save
+        if self._saving is not None:
+            longest = max(longest, self._saving.seconds)
+        return longest
 
     def claim(self) -> None:
         """Make the directory, and lock it for this job, now instead of at the first `save`.

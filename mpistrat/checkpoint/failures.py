@@ -6,6 +6,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 
+from mpistrat.errors import counted
+
 
 @contextlib.contextmanager
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
@@ -44,7 +46,7 @@ def on_ranks(ranks: Sequence[int]) -> str:
     text = f"on rank {ranks[0]}"
     others = len(ranks) - 1
     if others:
-        text += f" and {others} other{'s' * (others > 1)}"
+        text += f" and {counted(others, 'other')}"
     return text
 
 

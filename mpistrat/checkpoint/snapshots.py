@@ -59,7 +59,10 @@ class Snapshots:
         try:
             tree = encoder.encode(state)
         except TypeError as error:
-            raise TypeError(f"{name}: {error}" if name else str(error)) from None
+            text = str(error)
+            if name:
+                text = f"{name}: {text}"
+            raise TypeError(text) from None
         if encoder.arrays:
             snapshot = self._kept[file]
             if not snapshot.retake(encoder.arrays):

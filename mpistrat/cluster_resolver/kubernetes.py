@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -85,12 +84,12 @@ class KubernetesClusterResolver(ListedTasksResolver):
         self._location = executable_location
 
     def cluster_spec(self) -> ClusterSpec:
-        return ClusterSpec(
-            {
-                job: [*itertools.chain(*map(self._pods, selectors))]
-                for job, selectors in self._selectors.items()
-            }
-        )
+        tasks: dict[str, list[str]] = {}
+        for job, selectors in self._selectors.items():
+            tasks[job] = []
+            for selector in selectors:
+                tasks[job] += self._pods(selector)
+        return ClusterSpec(tasks)
 
     def _pods(self, selector: str) -> list[str]:
         try:

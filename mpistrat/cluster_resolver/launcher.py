@@ -249,8 +249,9 @@ def check_world(
         return
     library = _library(version, library_path)
     if not claim.allows_size(world_size):
+        observer = "each" if world_size == 1 else "MPI"
         raise TopologyError(
-            f"{_started(claim)}, but {'each' if world_size == 1 else 'MPI'} sees a world of {world_size}: the "
+            f"{_started(claim)}, but {observer} sees a world of {world_size}: the "
             f"variables were set by {claim.launcher}, and the loaded libmpi is {library}.\n"
             + _FIX.format(library=library_name(version))
         )
@@ -423,4 +424,7 @@ def _started(claim: LauncherClaim) -> str:
 
 
 def _library(version: str, path: str) -> str:
-    return library_name(version) + (f" ({path})" if path else "")
+    name = library_name(version)
+    if path:
+        return f"{name} ({path})"
+    return name

@@ -138,8 +138,10 @@ def start_mpi() -> Any:
     launcher.check_world(environ, version, world.Get_size(), world.Get_rank(), path)
     if world.Get_size() == 1:
         _check_single_rank(launcher.read_claim(environ))
-    misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(environ) else ()
-    for name in [*filter(launcher.joins_job, os.environ), *misleading]:
+    misleading = list(filter(launcher.joins_job, os.environ))
+    if launcher.describes_daemons(environ):
+        misleading += launcher.SLURM_STEP[:2]
+    for name in misleading:
         os.environ.pop(name, None)
     os.environ[rank_pid.name] = str(os.getpid())
     _started = mpi

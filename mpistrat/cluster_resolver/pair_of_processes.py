@@ -56,8 +56,9 @@ def _by_mpiexec(mpiexec: str, version: str, hosts: Sequence[str], environ: Envir
         # Between nodes, mpiexec starts its daemons with srun, and their step must share the cores of this step.
         environment["SLURM_OVERLAP"] = "1"
     else:
-        for name in filter(_OF_SCHEDULERS.match, list(environment)):
-            del environment[name]
+        for name in list(environment):
+            if _OF_SCHEDULERS.match(name):
+                del environment[name]
     return [mpiexec, "-n", "2", *placement], environment
 
 

@@ -70,8 +70,9 @@ class TFConfigClusterResolver(ClusterResolver):
             return ""
         address = super().master(task_type, task_id, rpc_layer)
         if not address:
+            tasks = sum(spec.num_tasks(job) for job in spec.jobs)
             raise ValueError(
-                f"{TF_CONFIG} names {sum(map(spec.num_tasks, spec.jobs))} tasks and not which of them this process is: "
+                f"{TF_CONFIG} names {tasks} tasks and not which of them this process is: "
                 f'give "task": {{"type": …, "index": …}}, or task_type and task_id'
             )
         return address

@@ -252,7 +252,7 @@ class CrossDeviceOps:
 
     def _check_op(self, reduce_op: Any) -> None:
         if reduce_op not in self.reduce_ops:
-            expected = ", ".join(map(str, self.reduce_ops))
+            expected = ", ".join(str(op) for op in self.reduce_ops)
             raise ValueError(
                 f"{type(self).__name__} takes as reduce_op one of {expected}; got {reduce_op!r:.60}"
             )

@@ -53,7 +53,8 @@ class DivergenceSentinel:
         self._last_equal = "this is the first comparison"
         communicator = strategy.extended.communicator
         by_rank = communicator.all_gather_object(every, label="DivergenceSentinel(every=…)")
-        if {*map(type, by_rank)} != {int} or len({*by_rank}) > 1 or every < 1:
+        kinds = {type(number) for number in by_rank}
+        if kinds != {int} or len({*by_rank}) > 1 or every < 1:
             error = ValueError(
                 f"DivergenceSentinel(every={every!r}) on rank {communicator.rank}: expected the same number, from 1 "
                 f"on, on all ranks; by rank they gave {by_rank!r:.200}"

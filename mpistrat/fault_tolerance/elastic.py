@@ -284,7 +284,8 @@ class Elastic:
         size = survivors.comm.size
         lost, step = survivors.go_on(self._states.last)
         if self._loss is not None:  # another rank was lost during the last recovery
-            lost, (_, size, noticed) = self._loss[0] + lost, self._loss
+            before, size, noticed = self._loss
+            lost = before + lost
         self._loss = lost, size, noticed
         leave_default_group()
         self._checkpoint = None
@@ -295,9 +296,10 @@ class Elastic:
     def _tell(self, comm: MPI.Intracomm) -> None:
         if self._loss is not None and comm.rank == 0:
             lost, size, noticed = self._loss
-            ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))}"
+            noun = "rank" if len(lost) == 1 else "ranks"
+            numbers = ", ".join(str(rank) for rank in sorted(lost))
             tell(
-                f"{comm.size} of {size} ranks go on after step {self.step} without {ranks}, "
+                f"{comm.size} of {size} ranks go on after step {self.step} without {noun} {numbers}, "
                 f"{time.monotonic() - noticed:.2f} s after the loss was noticed"
             )
         self._loss = None

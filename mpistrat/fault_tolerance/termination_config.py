@@ -89,7 +89,7 @@ class TerminationConfig:
 
     def signal_numbers(self) -> tuple[int, ...]:
         """Return the numbers of `signals`, in the same order; on Linux (15, 10, 12) by default."""
-        return tuple(map(_number, self.signals))
+        return tuple(_number(name) for name in self.signals)
 
 
 class _Defaults(NamedTuple):

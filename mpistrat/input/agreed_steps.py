@@ -227,7 +227,10 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         if self._partial or self._reader.drop_last:
             count = 1 + step.following
             fails = step.fails
-        return [count if self._partial else -count, -(count if fails else _NEVER)]
+        last = count if fails else _NEVER
+        if self._partial:
+            return [count, -last]
+        return [-count, -last]
 
     def _ask_first(self, words: list[int], step: ReplicaPieces | None) -> tuple[int, int]:
         """Return the maxima of the ranks' `words` (the results of `_words`). Called by: every rank, for the first step.
@@ -297,7 +300,8 @@ def _has_examples(entry: Any) -> bool:
 
 def _first_batch(step: Sequence[Any]) -> Any:
     """Return the first entry of `step` that has examples; MISSING without such an entry."""
-    return next(filter(_has_examples, step), MISSING)
+    with_examples = filter(_has_examples, step)
+    return next(with_examples, MISSING)
 
 
 def _is_batched(step: ReplicaPieces) -> bool:

@@ -61,10 +61,13 @@ class _Batching:
         return order
 
     def _summary(self, contents: str) -> str:
-        return (
+        text = (
             f"{contents}, batch_size={self.batch_size}, drop_last={self.drop_last}, shuffle={self._shuffle}, "
-            f"seed={self._seed}{', collate_fn' * bool(self.program_collate)})"
+            f"seed={self._seed}"
         )
+        if self.program_collate:
+            text += ", collate_fn"
+        return f"{text})"
 
 
 class BatchedDataset(_Batching):

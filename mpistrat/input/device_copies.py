@@ -37,17 +37,20 @@ class DeviceCopies:
 
     def start(self, batches: list[Any]) -> list[Any]:
         """Begin to copy each replica's batch to its device, without waiting. Returns: a list to give to `arrived`."""
-        return [*map(self._start, self._devices, batches)]
+        pairs = zip(self._devices, batches, strict=True)
+        return [self._start(device, batch) for device, batch in pairs]
 
     def arrived(self, batches: list[Any]) -> list[Any]:
         """Return the batches that `start` has copied. The device's current stream waits for the copies, not the host.
 
         Args: batches: a result of `start`.
         """
-        return [*map(self._arrived, self._devices, batches)]
+        pairs = zip(self._devices, batches, strict=True)
+        return [self._arrived(device, batch) for device, batch in pairs]
 
     def _start(self, device: str, batch: Any) -> Any:
-        if device.startswith(("cpu", "xla")) or not any(map(arrays.is_torch, nest.flatten(batch))):
+        is_on_host = device.startswith(("cpu", "xla"))
+        if is_on_host or not any(arrays.is_torch(leaf) for leaf in nest.flatten(batch)):
             return nest.map_structure(functools.partial(_to, device), batch)
         import torch
 

@@ -311,8 +311,10 @@ class DistributedIterator(Iterator[Any]):
         self._extended = dataset._extended
         self._shared = shared = dataset._shared
         self.after_steps = dataset.after_steps
-        fetches = dataset._options.experimental_fetch_to_device is not False
-        self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
+        devices = self._extended.input.devices
+        if dataset._options.experimental_fetch_to_device is False:
+            devices = ()
+        self._copies = DeviceCopies(devices)
         self._together = self._extended.communicator.raising_together()
         self.progress = IteratorProgress(shared.epoch, shared.start)
         self.strategy: Any = dataset.strategy
@@ -344,7 +346,10 @@ class DistributedIterator(Iterator[Any]):
         """
         done = self.progress
         self._shared.epoch = max(self._shared.epoch, done.epoch + 1)
-        self._begin(done.epoch + 1 if done.steps else done.epoch, 0)
+        epoch = done.epoch
+        if done.steps:
+            epoch += 1
+        self._begin(epoch, 0)
 
     @not_compiled
     def __next__(self) -> Any:
@@ -548,7 +553,9 @@ def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any
     n = extended.num_replicas_in_sync
     size: int | None = None
     if reader.drop_last and reader.batch_size is not None:
-        global_size = reader.batch_size * (n if isinstance(reader, FunctionReader) else 1)
+        global_size = reader.batch_size
+        if isinstance(reader, FunctionReader):
+            global_size *= n
         if extended.input.share.workers == 1 and global_size % n == 0:
             size = global_size // n
     spec = nest.map_structure(operator.methodcaller("with_batch", size), spec_of(batch))

@@ -49,10 +49,13 @@ class DroppedExamples:
     def __call__(self, examples: Any) -> Collated:
         """Return the batch of `examples`, and how many of them are None. Called by: a DataLoader or a reader."""
         # `__getitems__` may return anything, even a batch. Count before `collate_fn` removes examples from the list.
-        dropped = sum(e is None for e in examples) if isinstance(examples, list) else 0
+        dropped = 0
+        if isinstance(examples, list):
+            dropped = sum(example is None for example in examples)
         # Do not ask `collate_fn` for a batch of nothing, because other replicas may have examples.
-        is_nothing = dropped and dropped == len(examples)
-        return Collated(None if is_nothing else self._collate(examples), dropped)
+        if dropped and dropped == len(examples):
+            return Collated(None, dropped)
+        return Collated(self._collate(examples), dropped)
 
     def count(
         self, step: ReplicaPieces, expected: StepExamples, communicator: Communicator

@@ -82,7 +82,7 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
             f"prepare takes loaders, not one array, of shape {list(value.shape)}. For this replica's part of it, use "
             "strategy.shard(array); to make a parameter equal on all ranks, use strategy.mirror(parameter)"
         )
-    if isinstance(value, (list, tuple)) and any(map(_is_kept, value)):
+    if isinstance(value, (list, tuple)) and any(_is_kept(part) for part in value):
         raise TypeError(
             "prepare takes modules and optimizers as arguments of their own, not in a list: prepare(*modules)"
         )

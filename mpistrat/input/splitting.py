@@ -193,4 +193,4 @@ def steps_of_stream(
         if missing and drop_last:
             return
         step += [MISSING] * missing
-        yield ReplicaPieces(map(step.__getitem__, share.replicas))
+        yield ReplicaPieces(step[replica] for replica in share.replicas)

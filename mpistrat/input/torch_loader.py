@@ -349,7 +349,7 @@ class LoaderReader(ReplayedReader):
         super().__init__(share, policy)
         self._user = loader
         self._communicator = communicator
-        self.asks_late = not all(map(_is_of_torch, samplers_of(loader)))
+        self.asks_late = not all(_is_of_torch(sampler) for sampler in samplers_of(loader))
         self._ahead = ahead
         self._loader: data.DataLoader[Any] | None = None
         self._fetch = functools.partial(fetch, loader.dataset)

@@ -87,8 +87,9 @@ def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closur
         )
     context.strategy.extended.replicas.meet(context.local_index, _nothing, ())
     if context.local_index > 0:
-        _hidden[id(optimizer)] = [(p, p.grad) for p in hooks.parameters_of(optimizer)]
-        for parameter, _ in _hidden[id(optimizer)]:
+        hidden = [(p, p.grad) for p in hooks.parameters_of(optimizer)]
+        _hidden[id(optimizer)] = hidden
+        for parameter, _ in hidden:
             parameter.grad = None
 
 
@@ -120,7 +121,9 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
         )
     # A rank without examples has the weight 0 and a loss of NaN, so it is left out.
     total = sum(share * part for share, part in zip(shares, values, strict=True) if share)
-    return torch.full_like(loss.detach(), total) if arrays.is_torch(loss) else total
+    if arrays.is_torch(loss):
+        return torch.full_like(loss.detach(), total)
+    return total
 
 
 def _kind_and_value(loss: Any) -> tuple[str, float | None]:
@@ -216,8 +219,10 @@ def _check_parameters(
     if before == found:
         return
     _check_mirrored(optimizer, reducer)
-    if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
-        context.strategy.extended.modules.made.compared.pop(optimizer, None)
+    if before is not None:
+        checked = [key for key, _ in before[1:]]
+        if checked != [id(parameter) for parameter in parameters]:
+            context.strategy.extended.modules.made.compared.pop(optimizer, None)
     # The rank's other replicas do not get here, because they find the entry in `_checked`.
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():

@@ -79,7 +79,10 @@ class TorchState:
         """
         now = _generators()
         others = self._generators[1:]
-        in_step = all(all(map(torch.equal, self._generators[0], other)) for other in others)
+        in_step = True
+        for other in others:
+            pairs = zip(self._generators[0], other, strict=False)
+            in_step = in_step and all(torch.equal(mine, theirs) for mine, theirs in pairs)
         if in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
         return [now, *others]

@@ -41,6 +41,11 @@ class FirstStepNotice:
             replicas = self._group.num_replicas_in_sync
             most = -(-batch // replicas)  # as `input.splitting.slice_bounds` cuts it
             sizes = Counter(min(most, max(0, batch - most * i)) for i in range(replicas))
-            parts = (f"{n} x {size}" if n > 1 else f"{size}" for size, n in sizes.items())
+            parts = []
+            for size, number in sizes.items():
+                part = f"{size}"
+                if number > 1:
+                    part = f"{number} x {size}"
+                parts.append(part)
             text += f"; a global batch of {batch} is {' + '.join(parts)}"
         tell(text, "INFO")

@@ -86,7 +86,8 @@ class CentralStorageStrategy(Strategy):
         communicator = communicator_of(resolver, check, name)
         devices = checked or bind_all(communicator, topology)
         shared = len(devices) == 1
-        parameter_device = parameter_device or (devices[0] if shared else "cpu:0")
+        if not parameter_device:
+            parameter_device = devices[0] if shared else "cpu:0"
         asked = dataclasses.replace(asked, shared_parameters=shared)
         group = strategy_parts.agree(
             name, topology, communicator, devices, asked, comm=lambda: resolver.comm

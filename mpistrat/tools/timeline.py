@@ -12,6 +12,7 @@ from itertools import chain, groupby, product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from mpistrat.errors import counted
 from mpistrat.machine.private_files import private
 from mpistrat.trace import merging
 
@@ -149,7 +150,8 @@ def run(folder: str) -> int:
         if merging.is_outdated(folder):
             print(merging.merge(folder).describe())
         trace = _Trace(path)
-        lines = [*_summary(trace), *_advice(trace, "the picture" if can_draw else path)]
+        shown = "the picture" if can_draw else path
+        lines = [*_summary(trace), *_advice(trace, shown)]
         if can_draw:
             lines.insert(0, f"{picture} shows {_draw(trace, picture)}.")
             error = ""
@@ -218,7 +220,7 @@ def _draw(trace: _Trace, path: str) -> str:
         times = [(each.start, each.end - each.start) for each in spans]
         axes.broken_barh(times, (number - 0.4, 0.8), facecolors=colours, linewidth=0)
     axes.set_yticks(range(len(rows)), labels)
-    title = f"{len(trace.names)} rank{'s' * (len(trace.names) > 1)}, {part}"
+    title = f"{counted(len(trace.names), 'rank')}, {part}"
     axes.set(xlabel="seconds since the trace began", title=title, xlim=(start, end))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     handles = [patches.Patch(color=colour, label=name) for name, colour in _COLOURS.items()]

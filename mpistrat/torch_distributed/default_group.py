@@ -140,13 +140,18 @@ def _difference(groups: Sequence[_Known]) -> str:
     Returns: a text for the error, with at most eight ranks; "" if there is no difference.
     """
     size = len(groups)
-    wrong = [
-        f"rank {rank} of the strategy is "
-        + (f"rank {known.rank} of {known.size} in it" if known.size else "in none")
-        for rank, known in enumerate(groups)
-        if (known.rank, known.size) != (rank, size)
-    ]
+    wrong = []
+    for rank, known in enumerate(groups):
+        place = "in none"
+        if known.size:
+            place = f"rank {known.rank} of {known.size} in it"
+        if (known.rank, known.size) != (rank, size):
+            wrong.append(f"rank {rank} of the strategy is {place}")
+    if len(wrong) > 8:
+        wrong[8:] = ["…"]
     if wrong:
-        return ", ".join(wrong[:8]) + (", …" if len(wrong) > 8 else "")
+        return ", ".join(wrong)
     identities = {known.identity for known in groups}
-    return f"the ranks are in {len(identities)} different groups" if len(identities) > 1 else ""
+    if len(identities) > 1:
+        return f"the ranks are in {len(identities)} different groups"
+    return ""

@@ -134,7 +134,10 @@ class MaxSizePartitioner(_SizePartitioner):
         others = list(shape)
         del others[axis]
         row = math.prod(others) * self._itemsize(dtype)
-        rows = max(1, self._max_shard_bytes // row if row else shape[axis])
+        rows = shape[axis]
+        if row:
+            rows = self._max_shard_bytes // row
+        rows = max(1, rows)
         shards = max(1, -(-shape[axis] // rows))
         return _only_along(axis, min(shards, self._max_shards), shape)
 

@@ -20,12 +20,31 @@ _RANDOM_FROM, _RANDOM_FROM_ = (getattr(op, "from") for op in (aten.random, aten.
 # Names of the torch functions that draw their numbers for all cores at once.
 DRAWING = frozenset(
     {
-        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "random_"),
-        *("normal", "normal_", "uniform_", "exponential_", "bernoulli", "bernoulli_"),
-        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d"),
-        *("alpha_dropout", "feature_alpha_dropout", "gumbel_softmax"),
-        *("scaled_dot_product_attention", "multi_head_attention_forward"),
-        *("kaiming_uniform_", "kaiming_normal_"),
+        "rand",
+        "randn",
+        "randint",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "random_",
+        "normal",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "bernoulli",
+        "bernoulli_",
+        "dropout",
+        "dropout_",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "gumbel_softmax",
+        "scaled_dot_product_attention",
+        "multi_head_attention_forward",
+        "kaiming_uniform_",
+        "kaiming_normal_",
     }
 )
 NOT_DRAWING = (

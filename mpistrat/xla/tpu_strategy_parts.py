@@ -56,9 +56,12 @@ class StartedOps(CrossReplicaOps):
 def _started(result: Any) -> Any:
     parts: list[Any] = []
     for leaf in nest.flatten(result):
-        slices = isinstance(leaf, IndexedSlices)
-        several = isinstance(leaf, DistributedValues)
-        parts += (leaf.values, leaf.indices) if slices else leaf.values if several else (leaf,)
+        if isinstance(leaf, IndexedSlices):
+            parts += (leaf.values, leaf.indices)
+        elif isinstance(leaf, DistributedValues):
+            parts += leaf.values
+        else:
+            parts.append(leaf)
     xla.start().graphs.start([part for part in parts if arrays.is_on_xla(part)])
     return result
 

@@ -166,14 +166,20 @@ def _agreed_chief(claims: Sequence[_RoleClaim]) -> bool:
 
 
 def _arguments_of(claim: _RoleClaim) -> str:
-    return f"num_ps={claim.num_ps} {'with' if claim.chief else 'without'} a chief"
+    number = f"num_ps={claim.num_ps}"
+    if claim.chief:
+        return f"{number} with a chief"
+    return f"{number} without a chief"
 
 
 def _servers_by_node(topology: Topology, num_ps: int, chiefs: Sequence[int]) -> list[int]:
     least = len(chiefs) + 1 + num_ps
     if topology.size < least:
+        others = "a worker and the parameter"
+        if chiefs:
+            others = f"a chief, {others}"
         raise ValueError(
-            f"num_ps={num_ps} needs {least} ranks or more, {'a chief, ' if chiefs else ''}a worker and the parameter "
+            f"num_ps={num_ps} needs {least} ranks or more, {others} "
             f"servers, but {topology.size} were started: mpirun -n {least} python …, or a smaller num_ps"
         )
     nodes = reversed(range(topology.num_nodes))

@@ -71,10 +71,13 @@ def exchange(
         cause = error
         claim = TaskClaim(error=_picklable(error))
     claims = all_gather_object(claim)
+    texts = {str(claim.error) for claim in claims}
     for rank, failed in enumerate(claims):
         if failed.error is not None:
-            where = f"rank {rank}: " * (len({str(claim.error) for claim in claims}) > 1)
-            raise type(failed.error)(f"{where}{failed.error}") from cause
+            text = str(failed.error)
+            if len(texts) > 1:
+                text = f"rank {rank}: {text}"
+            raise type(failed.error)(text) from cause
     return claims
 
 
@@ -136,7 +139,9 @@ def resolver_of_trainers(
         if found is None:
             return TaskClaim()
         _compare(found, topology, of_tf_config=resolver is None)
-        return TaskClaim(TF_CONFIG, found.cluster_spec() if resolver is None else None)
+        if resolver is not None:
+            return TaskClaim(TF_CONFIG, None)
+        return TaskClaim(TF_CONFIG, found.cluster_spec())
 
     check_same_cluster(exchange(claim, all_gather_object))
     return found
@@ -166,7 +171,8 @@ def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
     if topology.size > 1:
         names_others = bool(spec or index)
     else:
-        names_others = sum(map(spec.num_tasks, spec.jobs)) > 1 or job in TASK_TYPES
+        tasks = sum(spec.num_tasks(name) for name in spec.jobs)
+        names_others = tasks > 1 or job in TASK_TYPES
     return resolver if names_others else None
 
 

@@ -28,7 +28,10 @@ def expand_hostlist(hostlist: str) -> list[str]:
                 f"host list {hostlist!r:.200}: {part!r:.80} is not a name, nor a name with one [range] at its end"
             )
         prefix, ranges = match.groups()
-        hosts += [prefix] if ranges is None else _numbered(prefix, ranges, hostlist)
+        if ranges is None:
+            hosts.append(prefix)
+        else:
+            hosts += _numbered(prefix, ranges, hostlist)
         _check_length(len(hosts), hostlist)
     return hosts
 

@@ -217,11 +217,12 @@ class SlurmClusterResolver(ClusterResolver):
             )
         node, host, local_rank = self._places[self._rank]
         on_node = [rank for rank, place in enumerate(self._places) if place.node == node]
+        tasks = ",".join(str(rank) for rank in on_node)
         known = (
             (NODE_ID, str(node), f"on node {node} of the list"),
             (LOCAL_ID, str(local_rank), f"number {local_rank} on its node"),
             (NODE_NAME, host, f"on {host:.80}"),
-            (TASKS_OF_NODE, ",".join(map(str, on_node)), f"on a node with the tasks {on_node}"),
+            (TASKS_OF_NODE, tasks, f"on a node with the tasks {on_node}"),
         )
         for name, value, would_be in known:
             if self._environ.get(name, value) != value:

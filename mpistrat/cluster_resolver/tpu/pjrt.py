@@ -75,7 +75,7 @@ def pjrt_environment(topology: Topology, slices: Sequence[TPUSlice]) -> dict[str
         TASK_ID: str(tpu.worker_id * ranks_per_host + local_rank),
         PROCESS_BOUNDS: bounds_text(process_bounds),
         CHIPS_PER_PROCESS_BOUNDS: bounds_text(chips_per_process),
-        VISIBLE_CHIPS: ",".join(map(str, visible)),
+        VISIBLE_CHIPS: ",".join(str(chip) for chip in visible),
         PROCESS_ADDRESSES: ",".join(f"{host}:{port}" for host in hosts for port in ports),
         PROCESS_PORT: str(ports[local_rank]),
     }
@@ -170,7 +170,10 @@ def _ranks_per_host(topology: Topology, tpu: TPUSlice) -> int:
     units = tpu.units_per_host
     fix = f"start {hosts} ranks, one per host"
     if units > 1:
-        fix += f", or {hosts * units}, one per {'chip' if units == tpu.chips_per_host else 'half of a chip'}"
+        unit = "half of a chip"
+        if units == tpu.chips_per_host:
+            unit = "chip"
+        fix += f", or {hosts * units}, one per {unit}"
     if topology.num_nodes != hosts:
         raise ValueError(
             f"{topology.size} ranks run on {topology.num_nodes} nodes, but a {tpu.accelerator_type} has {hosts} hosts: "

@@ -45,11 +45,13 @@ class TPUSlice:
 
     def __post_init__(self) -> None:
         expected = _possible_chips(self.accelerator_type)
-        if self.num_hosts * self.chips_per_host not in expected:
+        chips = self.num_hosts * self.chips_per_host
+        if chips not in expected:
+            right = " or ".join(str(number) for number in expected)
             raise ValueError(
-                f"{self.accelerator_type} has {' or '.join(map(str, expected))} chips, but {self.num_hosts} hosts "
+                f"{self.accelerator_type} has {right} chips, but {self.num_hosts} hosts "
                 f"(bounds {bounds_text(self.host_bounds)}) of {self.chips_per_host} chips (bounds "
-                f"{bounds_text(self.chips_per_host_bounds)}) have {self.num_hosts * self.chips_per_host}: the bounds "
+                f"{bounds_text(self.chips_per_host_bounds)}) have {chips}: the bounds "
                 "of hosts times those of each host's chips must give the chips of the slice"
             )
         if not 0 <= self.worker_id < self.num_hosts:
@@ -96,12 +98,12 @@ def parse_bounds(text: str) -> Bounds:
         raise ValueError(
             f"bounds must be three numbers from 1 on, such as '2,2,1', got {text!r:.80}"
         )
-    x, y, z = map(int, text.split(","))
-    return x, y, z
+    x, y, z = text.split(",")
+    return int(x), int(y), int(z)
 
 
 def bounds_text(bounds: tuple[int, ...]) -> str:
-    return ",".join(map(str, bounds))
+    return ",".join(str(bound) for bound in bounds)
 
 
 def bounds_of_type(accelerator_type: str) -> tuple[Bounds, Bounds] | None:

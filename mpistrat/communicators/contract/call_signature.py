@@ -72,7 +72,9 @@ def describe(words: tuple[Any, ...]) -> str:
     if operation == "raise":
         kind = rest[0]
         message = rest[-1]
-        return f"raised {message if message.startswith(kind) else ': '.join(rest)}"
+        if not message.startswith(kind):
+            message = ": ".join(rest)
+        return f"raised {message}"
     if f"{operation}()" in rest:  # the user's call has no operands
         return f"{operation}()"
     if rest[:1] == ["sum"] and any(str(w).startswith(("MEAN", "SUM of mean ")) for w in rest):

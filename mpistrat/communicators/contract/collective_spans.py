@@ -71,6 +71,9 @@ def _bytes_of(words: tuple[Any, ...]) -> int | None:
     """Return the number of bytes of this rank's buffer; None if `words` of the signature have no dtype and shape."""
     for dtype, shape in itertools.pairwise(words):
         if isinstance(dtype, str) and isinstance(shape, tuple):
+            itemsize = 1  # of "bool", which has no number
             bits = re.search(r"\d+", dtype)
-            return math.prod(shape) * (int(bits[0]) // 8 if bits else 1)  # "bool": no number
+            if bits:
+                itemsize = int(bits[0]) // 8
+            return math.prod(shape) * itemsize
     return None

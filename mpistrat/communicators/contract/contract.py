@@ -126,7 +126,9 @@ class Contract(Unchecked):
         self.calls = calls = self.calls + 1
         self.waiting_in = signature
         frame = outside(sys._getframe(1))
-        code, line = self._called_at = frame.f_code, frame.f_lineno
+        code = frame.f_code
+        line = frame.f_lineno
+        self._called_at = code, line
         site = (code.co_filename, code.co_name, line)
         text, call_bytes, stamp = self.recorded = signature.texts[site]
         record = self._record

@@ -51,7 +51,9 @@ class Blocks(Exchange):
     NBYTES = PAGE + _SLOTS * _BLOCK  # the bytes of a segment
 
     def __init__(self, segments: list[np.ndarray], rank: int, watch: CommunicatorWatch) -> None:
-        self.rank, self._size, self._watch = rank, len(segments), watch
+        self.rank = rank
+        self._size = len(segments)
+        self._watch = watch
         self.unbroken = Unbroken("share memory with others")
         self._words = [memoryview(segment[:PAGE].data).cast("q") for segment in segments]
         self._others = sorted({*range(self._size)} - {rank})
@@ -110,12 +112,15 @@ class Blocks(Exchange):
         how = how_to_combine(buffer.dtype, operands.reduction.op, operands.tree)
         source = how.flat(buffer)
         target = source if out is None else how.flat(out)
-        slots, rank, takers = self._elements(how), self.rank, takers or self._own_first
+        slots = self._elements(how)
+        rank = self.rank
+        takers = takers or self._own_first
         width = _width(self._size, int(buffer.nbytes)) // how.itemsize
         step = width * self._size
         with self.unbroken:
             for start in range(0, len(source) + step, step):
-                room, brought = slots[self._ticks % _SLOTS], slots[(self._ticks - 1) % _SLOTS]
+                room = slots[self._ticks % _SLOTS]
+                brought = slots[(self._ticks - 1) % _SLOTS]
                 for peer in self._others:
                     part = source[start + peer * width : start + (peer + 1) * width]
                     room[rank][peer * width : peer * width + len(part)] = part
@@ -166,7 +171,9 @@ class Blocks(Exchange):
                     self._bring(source, rest, width)
                 start = first + (i - 1) * width
                 if i > 0 and start < end:
-                    part, place = source[start : min(start + width, end)], self.rank * width
+                    last = min(start + width, end)
+                    part = source[start:last]
+                    place = self.rank * width
                     slots = self._slots[(self._ticks - 1) % _SLOTS]
                     pieces = [how.view(slot[place : place + len(part)]) for slot in slots]
                     pieces[self.rank] = how.view(part)
@@ -203,7 +210,8 @@ class Blocks(Exchange):
 
     def all_to_all(self, operands: Operands) -> None:
         """Exchange rows: each block has a part for every rank. `operands.starts` must not be None."""
-        source, target = bytes_of(operands.buffer), bytes_of(operands.target)
+        source = bytes_of(operands.buffer)
+        target = bytes_of(operands.target)
         starts = np.array(operands.starts) * operands.row_bytes
         lengths = np.diff(starts)
         width = _BLOCK // self._size
@@ -236,7 +244,8 @@ class Blocks(Exchange):
         target = parts[self.rank]
         lies_there = address_of(part) == address_of(target)
         with self.unbroken:
-            for start in range(0, max(map(len, parts)), _STEP):
+            longest = max(len(each) for each in parts)
+            for start in range(0, longest, _STEP):
                 slots = self._slots[self._ticks % _SLOTS]
                 here = slice(start, start + _STEP)
                 brought = part[here]

@@ -34,7 +34,8 @@ _COPIED_TIMES = 50
 
 # Bits of a pagemap entry: a page in memory or swapped out, and a page of a file. See <linux/fs.h> and
 # Documentation/admin-guide/mm/pagemap.rst.
-_PRESENT_OR_SWAPPED, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+_PRESENT_OR_SWAPPED = np.uint64(3 << 62)
+_OF_FILE = np.uint64(1 << 61)
 
 
 class ByteRange(NamedTuple):
@@ -209,7 +210,8 @@ class CommonMemory:
         Pages outside the slice stay as they are. No rank may read the copy meanwhile.
         """
         for first, end in _runs(pages):
-            first, end = max(first, self.first), min(end, self.end)
+            first = max(first, self.first)
+            end = min(end, self.end)
             if first < end:
                 self.shared[first:end] = view.memory[first:end]
 
@@ -227,7 +229,8 @@ class CommonMemory:
         with self._blocks.unbroken:
             self._blocks.tick()  # all contributions are written, and no rank reads the last sum any more
             for part in parts:
-                first, end = max(part.first, self.first), min(part.end, self.end)
+                first = max(part.first, self.first)
+                end = min(part.end, self.end)
                 if first < end:
                     self._sum(part, first, end, view, factor)
             self._blocks.tick()  # all slices are written, and no rank reads contributions any more
@@ -235,7 +238,8 @@ class CommonMemory:
     def _sum(self, part: ByteRange, first: int, end: int, view: View, factor: float | None) -> None:
         how = arithmetic_of(part.like.dtype, "sum")
         pieces = [how.view(memory[first:end]) for memory in self.contributions]
-        out, before = how.view(self.shared[first:end]), how.view(view.memory[first:end])
+        out = how.view(self.shared[first:end])
+        before = how.view(view.memory[first:end])
         chunk = _CHUNK // how.itemsize
         chunks = [slice(start, start + chunk) for start in range(0, len(out), chunk)]
         if self._across is None:

@@ -114,9 +114,11 @@ class CheckedMemory(NodeMemory):
         view: View,
         reduction: Reduction = SUM,
     ) -> None:
-        words = [
-            f"{'add ' if part.added else ''}{dtype_name(part.like)} {part.first}:{part.end}"
-            for part in parts
-        ]
+        words = []
+        for part in parts:
+            word = f"{dtype_name(part.like)} {part.first}:{part.end}"
+            if part.added:
+                word = f"add {word}"
+            words.append(word)
         with self._enter("sum_into", *words, reduction.label):
             super().sum_into(memory, parts, view, reduction)

@@ -44,7 +44,9 @@ class SharedSlots:
     """
 
     def __init__(self, segments: list[np.ndarray], rank: int) -> None:
-        self._segments, self.rank, self.size = segments, rank, len(segments)
+        self._segments = segments
+        self.rank = rank
+        self.size = len(segments)
         first = _bytes_of_numbers(self.size)
         self._bytes = self._places(operator.itemgetter(slice(first, None)))
         self._numbers: dict[int, Places[memoryview]] = {}

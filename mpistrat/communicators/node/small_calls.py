@@ -201,7 +201,9 @@ class SmallAllToAll(_Sized):
         return super().payload(operands)
 
     def take(self, odd: int, operands: Operands, payload: np.ndarray) -> object:
-        row, rank, of_ranks = self._row, self._rank, self._numbers[odd]
+        row = self._row
+        rank = self._rank
+        of_ranks = self._numbers[odd]
         operands.starts = of_ranks
         if max([starts[-1] for starts in of_ranks]) * row > LARGEST:
             operands.starts = [starts.tolist() for starts in of_ranks]

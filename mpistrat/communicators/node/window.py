@@ -42,7 +42,9 @@ class Window(Exchange):
         self._places: list[int] = []
         capacity = (len(segments[rank]) - PAGE) // _BUFFERS
         self.capacity = capacity
-        self._segments, self.rank, self._size = segments, rank, len(segments)
+        self._segments = segments
+        self.rank = rank
+        self._size = len(segments)
         self._others = sorted({*range(self._size)} - {rank})
         self._address = segments[rank].ctypes.data
         # Slices of memoryviews, since a slice of an array's slice refers to the whole array and not to the first slice.

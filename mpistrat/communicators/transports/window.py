@@ -36,7 +36,9 @@ from mpistrat.settings import shared_bytes
 
 # In bytes. For smaller buffers slots or MPI are always faster: two meetings in Python take longer than MPI's message.
 SMALLEST = 1 << 15
-MEMORY, MPI = "memory", "MPI"  # the routes that are compared
+# the routes that are compared
+MEMORY = "memory"
+MPI = "MPI"
 
 
 class WindowTransport(Transport, NodeMemory):

@@ -53,7 +53,8 @@ class ExitGroup:
         # By communicator name, the number of the last reported call.
         self._reported: dict[str, int] = {}
         # All ranks report to rank 0: the coordinators of other ranks have no ranks to decide about.
-        self.coordinator = ExitCoordinator(comm.size if comm.rank == 0 else 0)
+        ranks = comm.size if comm.rank == 0 else 0
+        self.coordinator = ExitCoordinator(ranks)
         self.other_nodes = OtherNodes(self._comm, record, self._send)
         self._sending = threading.Lock()
         self._unsent: list[MPI.Request] = []

@@ -85,7 +85,8 @@ class NodeRecords:
 
         Args: record: this rank's record.   Returns: False if a rank's record is no file, or is in another container.
         """
-        readable = all(map(self._is_readable, node.allgather(record.path)))
+        paths = node.allgather(record.path)
+        readable = all(self._is_readable(path) for path in paths)
         # Not allreduce: mpi4py makes a duplicate for it, and nobody revokes the duplicate when a rank is lost.
         return all(node.allgather(readable))
 

@@ -125,7 +125,11 @@ def _how_it_died(rank: ObservedRank) -> str:
 def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> str:
     """Return the report that the programs of the ranks `absent` have ended while `waiting` wait for all to start."""
     first, *more = absent
-    how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
+    how = first.record.end
+    if not how:
+        how = "came to its end"
+        if first.dead:
+            how = describe_exit(first.status)
     so_did = f" (so did {_ranks(more)})" if more else ""
     wait = _wait(waiting)
     return (

@@ -177,8 +177,13 @@ class StepAgreement:
                 words += [piggyback.words() for piggyback in piggybacks]
         flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
-        ends = [*itertools.accumulate(map(len, words))]
-        first, equal, opposite, used, written, watched, *maxima = np.split(flags, ends[:-1])
+        starts: list[int] = []
+        length = 0
+        for part in words[:-1]:
+            length += len(part)
+            starts.append(length)
+        parts = np.split(flags, starts)
+        first, equal, opposite, used, written, watched, *maxima = parts
         communicates, single_threaded = first
         # If all ranks have the same number, MAX(n) equals -MAX(-n).
         *others_differ, batches_differ, layouts_differ, uses_differ = (equal != -opposite).tolist()
@@ -211,16 +216,21 @@ class StepAgreement:
         the host then travel by different transports.
         Args: layouts: the layouts of the used parameters, from `packing.layouts`.
         """
-        on_devices, half = self._communicator.takes_device_buffers, len(layouts) // 2
-        return "\n".join(
-            f"{dtype}{list(shape)} with strides {strides}{f' on {device.type}' * on_devices}"
-            for (dtype, device, shape), strides in zip(layouts[:half], layouts[half:], strict=True)
-        )
+        half = len(layouts) // 2
+        lines = []
+        for layout, strides in zip(layouts[:half], layouts[half:], strict=True):
+            dtype, device, shape = layout
+            line = f"{dtype}{list(shape)} with strides {strides}"
+            if self._communicator.takes_device_buffers:
+                line += f" on {device.type}"
+            lines.append(line)
+        return "\n".join(lines)
 
     def _layouts_apart(self, layouts: Sequence[Any]) -> str:
         """Return the message with each rank's layout of the first parameter that differs between ranks. Collective."""
         of_ranks = self._communicator.all_gather_object(self._described(layouts).split("\n"))
-        lines = next(rows for rows in zip(*of_ranks, strict=True) if len(set(rows)) > 1)
+        by_parameter = zip(*of_ranks, strict=True)
+        lines = next(rows for rows in by_parameter if len(set(rows)) > 1)
         described = ", ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
         return (
             f"backward() on rank {self._communicator.rank}: a parameter differs between the ranks ({described}), so "
@@ -249,10 +259,10 @@ class StepAgreement:
 
     def _ranks_apart(self, counts: tuple[int, int, int]) -> str:
         """Return the message that lists each rank's counts, because the ranks are in different steps. Collective."""
-        places = enumerate(self._communicator.all_gather_object(counts))
-        lines = [
-            f"rank {r}: run {runs}, {steps} steps, shard {n}" for r, (runs, steps, n) in places
-        ]
+        lines = []
+        of_ranks = self._communicator.all_gather_object(counts)
+        for rank, (runs, steps, shards) in enumerate(of_ranks):
+            lines.append(f"rank {rank}: run {runs}, {steps} steps, shard {shards}")
         return (
             f"backward() on rank {self._communicator.rank}: the ranks are not in the same step ({', '.join(lines)}; "
             "inside replica(), batches count as run); a rank has skipped a backward. Call run, shard and backward() "

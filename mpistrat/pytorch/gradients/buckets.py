@@ -67,7 +67,9 @@ def cut(slots: Sequence[int], like: Any, nbytes: int) -> list[list[int]]:
         nbytes: the most bytes of a bucket. A larger gradient gets a bucket to itself.
     Returns: a list of slots for each bucket. The bucket that is expected to be full first comes first.
     """
-    buckets = [part for group in packing.alike(like, slots) for part in _parts(group, like, nbytes)]
+    buckets: list[list[int]] = []
+    for group in packing.alike(like, slots):
+        buckets.extend(_parts(group, like, nbytes))
     position = {slot: i for i, slot in enumerate(slots)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
@@ -124,7 +126,8 @@ class Buckets:
         self._like = like
         self._wires = wires
         self._scale = scale
-        self._all_reduce, self._natively = all_reduce, thread is None
+        self._all_reduce = all_reduce
+        self._natively = thread is None
         self._submit = self._call if thread is None else thread.submit
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
@@ -265,9 +268,13 @@ class HostBuckets(Buckets):
         # With `asks=False` the call is not collective: `Overlap` has already had the ranks make a large enough window.
         slots = list(self._like)[::-1]
         for pack in self._packer.packs(self._like, slots, self._communicator, asks=False):
-            start = first = 0
+            start = 0
+            first = 0
             for bucket in self._buckets:
                 if bucket.like[0].dtype == pack.flat.dtype:
-                    bucket.flat = pack.flat[start : start + bucket.length]
-                    bucket.pieces = pack.pieces[first : first + len(bucket.slots)]
-                    start, first = start + bucket.length, first + len(bucket.slots)
+                    end = start + bucket.length
+                    last = first + len(bucket.slots)
+                    bucket.flat = pack.flat[start:end]
+                    bucket.pieces = pack.pieces[first:last]
+                    start = end
+                    first = last

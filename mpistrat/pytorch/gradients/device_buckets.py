@@ -23,7 +23,8 @@ from mpistrat.pytorch.gradients.wires import Wires
 # Buckets are few because the ranks' hosts meet at each bucket. They are at most 25 MiB because a bucket may be copied
 # to float32.
 _PARTS = 16
-_SMALLEST, _LARGEST = 1 << 20, 25 << 20
+_SMALLEST = 1 << 20
+_LARGEST = 25 << 20
 
 
 def bucket_bytes(like: Iterable[torch.Tensor]) -> int:
@@ -126,7 +127,8 @@ class DeviceBuckets(Buckets):
             if bucket.flat is not None:
                 for stream in (*bucket.writers, self._side.stream):
                     bucket.flat.record_stream(stream)
-            bucket.flat, bucket.pieces = None, []  # the error's traceback may keep this object
+            bucket.flat = None  # the error's traceback may keep this object
+            bucket.pieces = []
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
         """Set the memory of `bucket`: new memory, or the memory of its gradient if it has only one.
@@ -139,7 +141,8 @@ class DeviceBuckets(Buckets):
         for stream in {*bucket.writers, self._program} - {here}:
             here.wait_stream(stream)
         let_go(gradients)
-        first, like = gradients[0], bucket.like[0]
+        first = gradients[0]
+        like = bucket.like[0]
         is_single = len(gradients) == 1 and here == self._program and first is not None
         if is_single and id(bucket.parameters[0]) not in self.shown:
             bucket.flat = packing.flat_view(first, like)
@@ -147,4 +150,5 @@ class DeviceBuckets(Buckets):
         if bucket.flat is None:
             with self._side.module.stream(self._program):
                 flat = torch.empty(bucket.length, dtype=like.dtype, device=self._side.device)
-            bucket.flat, bucket.pieces = flat, packing.pieces_of(flat, bucket.like)
+            bucket.flat = flat
+            bucket.pieces = packing.pieces_of(flat, bucket.like)

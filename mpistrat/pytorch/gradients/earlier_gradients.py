@@ -55,7 +55,8 @@ class EarlierGradients:
             gradient = None if parameter is None else parameter.grad
             if slot not in self._local:
                 if gradient is not None:
-                    earlier[i], parameter.grad = gradient, None
+                    earlier[i] = gradient
+                    parameter.grad = None
                 continue
             split = self._splits.pop(slot, None)
             if gradient is None:
@@ -63,7 +64,8 @@ class EarlierGradients:
             elif split is None:
                 continue
             elif gradient is split.combined and gradient._version == split.version:
-                earlier[i], parameter.grad = split.reduced, split.local
+                earlier[i] = split.reduced
+                parameter.grad = split.local
             elif gradient.to_dense().any():
                 raise RuntimeError(
                     f"the .grad of {slot.name} mixes reduced and no_sync() gradients, and was changed "
@@ -93,7 +95,8 @@ class EarlierGradients:
         totals = []
         addends = []
         for number, added in reduced.items():
-            before, parameter = earlier.pop(number, None), parameters[number]
+            before = earlier.pop(number, None)
+            parameter = parameters[number]
             if parameter is None:
                 continue
             if before is None:

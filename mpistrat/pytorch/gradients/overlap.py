@@ -143,7 +143,8 @@ class Overlap:
             self._decide()
         self._started = 0.0
         self._buckets = step.buckets or self._buckets
-        last, self._last = self._last, tuple(agreed.dense)
+        last = self._last
+        self._last = tuple(agreed.dense)
         # If two models take turns, no slots are expected: the buckets of the wrong model would be sent for nothing.
         self._expect(last if last == self._last else None, step.parameters)
         self._communicates |= agreed.communicates

@@ -234,7 +234,8 @@ class GradientReducer:
             if not some.is_cpu:
                 _check_not_captured(some)
         weight = self._weight(in_block)
-        earlier, self._sums.spent = self._earlier[replica].set_aside(parameters), []
+        earlier = self._earlier[replica].set_aside(parameters)
+        self._sums.spent = []
         may_leave = synchronizes and self.overlap.may_come
         buckets = self.overlap.begin(parameters, scale) if may_leave else None
         return ReplicaBackward(
@@ -382,7 +383,8 @@ class GradientReducer:
             agreed: the result of the agreement.
         Returns: the reduced gradients, by slot. Parameters that no replica used are absent.
         """
-        step, buckets = steps[0], steps[0].buckets
+        step = steps[0]
+        buckets = step.buckets
         reduced: dict[int, torch.Tensor] = {}
         if self.slice_steps is not None:  # parameters are shared by ranks of one replica each
             reduced = self.slice_steps.shared.reduce(
@@ -390,14 +392,18 @@ class GradientReducer:
             )
         early = {} if buckets is None else buckets.wait()
         # Gradients that were not in a bucket, and gradients that came after their parameter's bucket was sent.
-        slots = sorted({*agreed.dense} - ({*reduced, *early} - agreed.again))
+        summed = {*reduced, *early} - agreed.again
+        slots = sorted({*agreed.dense} - summed)
         if slots:
             following = self._communicator.contract.following
             with following() if agreed.may_follow else contextlib.nullcontext():
                 reduced |= self._sums.of(slots, steps)
         for slot in early.keys() & set(agreed.dense):
             late = reduced.get(slot)
-            reduced[slot] = early[slot] if late is None else early[slot].add_(late)
+            total = early[slot]
+            if late is not None:
+                total.add_(late)
+            reduced[slot] = total
         if self.overlap.may_come:
             self.overlap.end(step, agreed)
         if agreed.sparse:
@@ -420,7 +426,8 @@ class GradientReducer:
         hint to its text: use `overlap=False`.
         """
         self._earlier[step.replica].undo(step.parameters, step.earlier)
-        buckets, step.buckets = step.buckets, None  # the error keeps the step
+        buckets = step.buckets
+        step.buckets = None  # the error keeps the step
         if buckets is None:
             return
         buckets.leave()

@@ -60,7 +60,8 @@ def sum_sparse(
     """
     sums = {}
     for slot in slots:
-        parameter, scale = replicas[0].parameters[slot], replicas[0].scale
+        parameter = replicas[0].parameters[slot]
+        scale = replicas[0].scale
         rows = [_rows(parameter, replica.gradients[slot]) for replica in replicas]
         (total,) = over_ranks.all_reduce(ReduceOp.SUM, [rows], label="sparse gradient")
         total = as_sparse(total.indices, total.values, parameter.shape).coalesce()

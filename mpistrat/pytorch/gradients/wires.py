@@ -115,7 +115,8 @@ class Wires:
 
         The limit is four times the values of the backward with the most values. Called by: the end of each reduction.
         """
-        self._most = max(self._most, sum(self._wires[key].size for key in self._used))
+        values = sum(self._wires[key].size for key in self._used)
+        self._most = max(self._most, values)
         self._used.clear()
         # A wire that was never called has no residual, so it is not kept.
         self._wires = {key: wire for key, wire in self._wires.items() if wire.size}
@@ -150,7 +151,8 @@ class Wires:
         if self._format is None:  # this program sends gradients as they are
             return
         self._used.clear()
-        self._wires, self._most = {}, max((state["most"] for state in states), default=0)
+        self._wires = {}
+        self._most = max((state["most"] for state in states), default=0)
         for held in itertools.chain.from_iterable(state["held_back"] for state in states):
             key = tuple(self._registry.slots[slot] for slot in held["slots"])
             length = sum(p.numel() for slot in key if (p := slot.reference()) is not None)

@@ -62,13 +62,15 @@ def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
     Returns: int32 of shape [3 · buffers]: for each buffer the number of its snapshot; the checksum of its shape; and
         the checksum's negative.
     """
-    flags = np.array([(0, _LIMITS.min, _LIMITS.min)] * len(snapshots[0]), np.int32)
+    unwritten = (0, _LIMITS.min, _LIMITS.min)
+    flags = np.array([unwritten] * len(snapshots[0]), np.int32)
     for taken in snapshots:
         for row, (tensor, written) in zip(flags, taken, strict=True):
             if tensor is None:
                 row[1] = _LIMITS.max  # if a replica lacks the buffer, it is not reduced
             else:
-                checksum = zlib.crc32(repr(tuple(tensor.shape)).encode()) >> 1
+                shape = repr(tuple(tensor.shape))
+                checksum = zlib.crc32(shape.encode()) >> 1
                 np.maximum(row, (written, checksum, -checksum), out=row)
     return flags.reshape(-1)
 
@@ -194,7 +196,8 @@ def _sums_of_all(
     values = dict(zip([*means, *groups["sum"]], totals, strict=False))
     if means:
         count = parts.group.num_replicas_in_sync
-        values.update(zip(means, torch._foreach_div(totals[: len(means)], count), strict=True))
+        divided = torch._foreach_div(totals[: len(means)], count)
+        values.update(zip(means, divided, strict=True))
     for pack, total in zip(packs, totals[len(values) :], strict=True):
         values.update(pack.values_of(total))
     if parts.replicas.records_steps:
@@ -217,7 +220,10 @@ class _BytePack:
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], copies: _Copies) -> None:
-        self._groups = [(group, [copies[i][0].detach() for i in group]) for group in groups]
+        self._groups = []
+        for group in groups:
+            tensors = [copies[i][0].detach() for i in group]
+            self._groups.append((group, tensors))
         joined = [packing.concatenated(tensors) for _, tensors in self._groups]
         flat = torch.cat([part.view(torch.uint8) for part in joined])
         padding = flat.new_zeros(-len(flat) % 8)
@@ -248,7 +254,8 @@ class _BytePack:
             left = total.to(torch.uint8)
         for group, like in self._groups:
             size = sum([tensor.nbytes for tensor in like])
-            pieces = packing.unpack(left[:size].view(like[0].dtype), like)
+            flat = left[:size].view(like[0].dtype)
+            pieces = packing.unpack(flat, like)
             yield from zip(group, pieces, strict=True)
             left = left[size:]
 
@@ -260,8 +267,10 @@ def _byte_packs(copies: _Copies, floats: Sequence[int], firsts: Sequence[int]) -
     """
     like = {i: tensors[0] for i, tensors in copies.items()}
     groups: dict[torch.device, list[list[int]]] = {}
-    for group in sorted(packing.alike(like, firsts), key=lambda group: -like[group[0]].itemsize):
-        groups.setdefault(like[group[0]].device, []).append(group)
+    alike = packing.alike(like, firsts)
+    for group in sorted(alike, key=lambda group: -like[group[0]].itemsize):
+        device = like[group[0]].device
+        groups.setdefault(device, []).append(group)
     packs = {device: _BytePack(of_device, copies) for device, of_device in groups.items()}
     for tensor in sorted([like[i] for i in floats], key=operator.attrgetter("itemsize")):
         if tensor.device in packs and tensor.is_floating_point() and tensor.itemsize > 1:

@@ -62,10 +62,13 @@ def check_optimizers(
         others = set(trained) - prepared
         unknown = [p for p in others if not (p in owner.registry or is_sharded(p))]
         if unknown or (prepared and trained and prepared.isdisjoint(trained)):
-            kind, names = type(optimizer).__name__, {type(module).__name__ for module in modules}
+            kind = type(optimizer).__name__
+            classes = {type(module).__name__ for module in modules}
+            names = ", ".join(sorted(classes)) or "none"
+            number = len(trained)
             raise ValueError(
-                f"the {kind} has {len(trained)} parameters, {len(trained) - len(others)} of them in modules that "
-                f"are prepared with it ({', '.join(sorted(names)) or 'none'}), and {len(unknown)} in none that is "
+                f"the {kind} has {number} parameters, {number - len(others)} of them in modules that "
+                f"are prepared with it ({names}), and {len(unknown)} in none that is "
                 f"mirrored. Make the {kind} after copy.deepcopy, convert_sync_batchnorm and other calls that make new "
                 "parameters, and give prepare the trained module, too"
             )
@@ -95,8 +98,9 @@ def check_alike(
     lines: Lines = {}
     with communicator.raising_together():
         for name, value in found.items():
+            kind = type(value).__name__
             for subject, state in _described(value, extended, purpose):
-                lines[name, subject] = f"{subject} of {type(value).__name__} ({name}) {state}"
+                lines[name, subject] = f"{subject} of {kind} ({name}) {state}"
     of_ranks = of_all(communicator, lines, "optimizers, schedulers and gradient scalers")
     if of_ranks and not (purpose == "use" and _are_dealt_out(of_ranks)):
         _, difference = first_difference(of_ranks)
@@ -117,8 +121,10 @@ def of_all(communicator: Communicator, lines: Lines, label: str) -> list[Lines]:
     Args: label: the call's name in reports.
     Returns: each rank's lines, by rank; an empty list if all ranks have equal lines, in any order.
     """
-    digest = hashlib.sha256(repr(sorted(lines.items())).encode()).hexdigest()
-    if len(set(communicator.all_gather_object(digest, label=label))) == 1:
+    text = repr(sorted(lines.items()))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    digests = communicator.all_gather_object(digest, label=label)
+    if len(set(digests)) == 1:
         return []
     return communicator.all_gather_object(lines, label=label)
 
@@ -146,7 +152,8 @@ def _are_dealt_out(of_ranks: list[Lines]) -> bool:
     """
     owned: list[str] = []
     for lines in of_ranks:
-        owned += {line.split(" is ")[1] for line in lines.values() if line.startswith(_PARAMETER)}
+        of_parameters = [line for line in lines.values() if line.startswith(_PARAMETER)]
+        owned += {line.split(" is ")[1] for line in of_parameters}
     return 0 < len(owned) == len(set(owned))
 
 
@@ -159,19 +166,25 @@ def _described(
         return
     size = extended.communicator.size
     slots = extended.modules.get().registry.slots
-    names = {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
+    names = {}
+    for i, slot in enumerate(slots):
+        names[id(slot.reference())] = f"{slot.name} (number {i})"
     for g, group in enumerate(value.param_groups):
+        parameters = group["params"]
         # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
-        whole = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
+        whole = [p for p in parameters if not is_sharded(p) or p.device_mesh.size() == size]
         for i, p in enumerate(whole):
-            yield f"{_PARAMETER}{i} of group {g}", f"is {names.get(id(p)) or _kind_of(p)}"
-        if purpose != "restore" and (whole or not group["params"]):
+            name = names.get(id(p)) or _kind_of(p)
+            yield f"{_PARAMETER}{i} of group {g}", f"is {name}"
+        if purpose != "restore" and (whole or not parameters):
             yield from _plain({**group, "params": len(whole)}, f" of group {g}")
             yield f"group {g}", f"has {_steps_of(value, whole)}"
 
 
 def _kind_of(parameter: torch.Tensor) -> str:
-    return "lazy" if is_lazy(parameter) else f"{parameter.dtype}{list(parameter.shape)}"
+    if is_lazy(parameter):
+        return "lazy"
+    return f"{parameter.dtype}{list(parameter.shape)}"
 
 
 def _plain(state: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
@@ -197,12 +210,19 @@ def numbers_of(value: Any) -> Any:
         is_of_torch = type(value).__module__.startswith("torch.")
         kept = vars(value).keys() - {"best"} if is_of_torch else _OF_EVERY_SCHEDULER
         return {key: state for key, state in vars(value).items() if key in kept}
-    is_number = type(value) is torch.Tensor and value.is_cpu and value.numel() == 1
-    return value.item() if is_number else None
+    if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1:
+        return value.item()
+    return None
 
 
 def _steps_of(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> str:
     states = [state for p in parameters if (state := optimizer.state.get(p))]
-    steps = [s["step"] for s in states if "step" in s and not is_on_accelerator(s["step"])]
-    made = f" after {max(map(float, steps)):g} steps" if steps else ""
-    return f"the state of {len(states)} parameters{made}"
+    text = f"the state of {len(states)} parameters"
+    steps = []
+    for state in states:
+        step = state.get("step")
+        if step is not None and not is_on_accelerator(step):
+            steps.append(float(step))
+    if steps:
+        text += f" after {max(steps):g} steps"
+    return text

@@ -44,7 +44,10 @@ class SharedParameters:
     def place_of(self, parameter: torch.Tensor) -> ParameterPages | None:
         """Return where `parameter` lies in the shared memory; None if it is not shared."""
         kept = self._places.get(id(parameter))
-        return kept[1] if kept is not None and kept[0]() is parameter else None
+        if kept is None:
+            return None
+        reference, place = kept
+        return place if reference() is parameter else None
 
     def has_moved(self, parameter: torch.Tensor) -> bool:
         """Whether the program has given a shared parameter other memory, by `.data = …` or a module's `.to(dtype)`.
@@ -58,8 +61,11 @@ class SharedParameters:
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
         """Return pairs (name, parameter) of the shared parameters in `registry` that have got other memory."""
-        pairs = zip(registry.slots, registry.parameters(), strict=True)
-        return [(slot.name, p) for slot, p in pairs if p is not None and self.has_moved(p)]
+        moved = []
+        for slot, parameter in zip(registry.slots, registry.parameters(), strict=True):
+            if parameter is not None and self.has_moved(parameter):
+                moved.append((slot.name, parameter))
+        return moved
 
     def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
         """Check that no shared parameter has got other memory since the last `run` began.
@@ -89,15 +95,21 @@ class SharedParameters:
         """
         mirrored = [p for p in registry.parameters() if p is not None]
         alone = self._alone(registry)
-        pending = {id(p): p for p in parameters if self.place_of(p) is None or self.has_moved(p)}
+        pending = {}
+        for parameter in parameters:
+            if self.place_of(parameter) is None or self.has_moved(parameter):
+                pending[id(parameter)] = parameter
         for key in pending:
             self._places.pop(key, None)
-        eligible = [] if self._refused else self._eligible(list(pending.values()), alone)
+        eligible: list[torch.Tensor] = []
+        if not self._refused:
+            eligible = self._eligible(list(pending.values()), alone)
         if eligible:
             self._make_block(eligible)
         self.settle()
         blocks = self.blocks(mirrored)
-        for key in {*map(id, mirrored)} - alone:
+        kept = {id(parameter) for parameter in mirrored}
+        for key in kept - alone:
             self._places.pop(key, None)
         _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
@@ -106,7 +118,8 @@ class SharedParameters:
         parameters = registry.parameters()
         storages = [0 if p is None else _storage(p) for p in parameters]
         in_storage = collections.Counter(storages)
-        flags = np.array([not s or in_storage[s] == 1 for s in storages], np.uint8)
+        are_alone = [not storage or in_storage[storage] == 1 for storage in storages]
+        flags = np.array(are_alone, np.uint8)
         if flags.size:  # a rank may have freed a parameter that other ranks still have
             self.communicator.all_reduce(flags, reducing("min", "storages of parameters"))
         return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
@@ -151,7 +164,8 @@ class SharedParameters:
             layout = parameter.dtype, parameter.shape, parameter.stride()
             place = ParameterPages(block, first, parameter.nbytes, *layout)
             start, end = place.own(values)
-            place.flat(values.shared)[start:end] = place.in_order(parameter.detach())[start:end]
+            flat = place.in_order(parameter.detach())
+            place.flat(values.shared)[start:end] = flat[start:end]
             places.append(place)
         self.communicator.barrier(label="shared parameters")  # wait for all slices
         for parameter, place in zip(parameters, places, strict=True):
@@ -240,7 +254,8 @@ class SharedParameters:
         block.bring(list(places.values()), [contributions[slot] for slot in places])
         grown = _bring_earlier(block, places, before)
         view = block.gradient_view
-        parts = _parts([(place, slot in before) for slot, place in places.items()])
+        grows = [(place, slot in before) for slot, place in places.items()]
+        parts = _parts(grows)
         reduction = reducing(label=f"gradients of {len(places)} parameters", scale=scale)
         self.communicator.memory.sum_into(block.gradients, parts, view, reduction)
         written = view.written()
@@ -265,7 +280,10 @@ def _bring_earlier(
     Returns: the slots of gradients that were in the view already, and so grow in place.
     """
     view = block.gradient_view
-    grown = {slot for slot, tensor in earlier.items() if places[slot].holds(tensor, view)}
+    grown = set()
+    for slot, tensor in earlier.items():
+        if places[slot].holds(tensor, view):
+            grown.add(slot)
     block.make_way(place for slot, place in places.items() if slot not in grown)
     if block.gradient_view is not view:
         grown = set()

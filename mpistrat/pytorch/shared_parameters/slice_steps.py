@@ -99,8 +99,9 @@ class _Slice:
         """Return this rank's slice of the parameter as a view of `memory`. Args: dtype: the dtype of the elements."""
         start = self.place.first
         size = self.place.dtype.itemsize
-        piece = memory[start + self.first * size : start + self.end * size]
-        return torch.from_numpy(piece).view(dtype)
+        first = start + self.first * size
+        end = start + self.end * size
+        return torch.from_numpy(memory[first:end]).view(dtype)
 
     def take_gradient(self) -> None:
         gradient = self.parameter.grad
@@ -110,7 +111,8 @@ class _Slice:
         view = self.place.block.gradient_view
         if not self.place.holds(gradient, view):  # the program has put the gradient elsewhere
             self._gradient = None
-            self.tensor.grad = self.place.in_order(gradient.detach())[self.first : self.end]
+            flat = self.place.in_order(gradient.detach())
+            self.tensor.grad = flat[self.first : self.end]
             return
         if self._gradient is None or self._gradient[0] is not view:
             self._gradient = (view, self.of(view.memory, self.place.dtype))
@@ -146,7 +148,12 @@ class _Slices:
         """
         self._find_slices(optimizer, parameters)
         blocks = self._shared.blocks(self._slices)
-        self._memories = {key: kept for key, kept in self._memories.items() if key[0] in blocks}
+        memories = {}
+        for key, kept in self._memories.items():
+            block, _ = key
+            if block in blocks:
+                memories[key] = kept
+        self._memories = memories
         values = [(block.values, block.value_view) for block in blocks]
         self._settling.begin([*values, *self._memories.values()])
         self._take_state(optimizer)
@@ -186,7 +193,8 @@ class _Slices:
                     state[name] = kept[0]
                 elif isinstance(value, torch.Tensor) and value.shape == part.place.shape:
                     piece, view = self._share(part, name, value)
-                    piece.copy_(part.place.in_order(value.detach())[part.first : part.end])
+                    flat = part.place.in_order(value.detach())
+                    piece.copy_(flat[part.first : part.end])
                     state[name] = piece
                     whole[name] = view
                 else:
@@ -227,8 +235,10 @@ class _Slices:
                 )
             self._memories[place.block, name] = (memory, memory.view())
         memory, view = self._memories[place.block, name]
-        whole = torch.from_numpy(view.memory[place.first : place.end]).view(value.dtype)
-        part.state[name] = (part.of(memory.shared, value.dtype), place.in_shape(whole))
+        of_parameter = view.memory[place.first : place.end]
+        whole = torch.from_numpy(of_parameter).view(value.dtype)
+        piece = part.of(memory.shared, value.dtype)
+        part.state[name] = (piece, place.in_shape(whole))
         return part.state[name]
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
@@ -238,11 +248,11 @@ class _Slices:
         others = {**twin.__dict__}
         del others["state"], others["param_groups"]
         optimizer.__dict__.update(others)
-        by_tensor: dict[Any, _Slice] = {part.tensor: part for part in self._slices.values()}
+        slices = self._slices.values()
+        by_tensor: dict[Any, _Slice] = {part.tensor: part for part in slices}
         # Torch has not seen the writes to the parameters. A graph that still needs their old values must fail.
-        torch.autograd.graph.increment_version(
-            [part.parameter for part in self._slices.values() if part.tensor.grad is not None]
-        )
+        written = [part.parameter for part in slices if part.tensor.grad is not None]
+        torch.autograd.graph.increment_version(written)
         for key, state in self._state.items():
             part = by_tensor.get(key)
             if part is None:

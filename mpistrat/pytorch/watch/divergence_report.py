@@ -117,12 +117,13 @@ class StateComparison:
                 lines[_MOST_TOLD:] = [f"and {len(lines) - _MOST_TOLD} more"]
             nodes = self._communicator.all_gather_object(os.uname().nodename, label=_NODES)
             text = "\n  ".join([f"{name} is not the same any more on all ranks ({when}):", *lines])
-            error = DivergenceError(
-                f"{text}\n{copies.verdict(nodes)}\n{len(self.names)} of {len(common)} tensors and numbers differ: "
-                f"{_some(self.names)}.\n{_WHAT_TO_DO}",
-                name,
-                copies.suspects,
+            verdict = copies.verdict(nodes)
+            others = (
+                f"{len(self.names)} of {len(common)} tensors and numbers differ: "
+                f"{_some(self.names)}."
             )
+            message = f"{text}\n{verdict}\n{others}\n{_WHAT_TO_DO}"
+            error = DivergenceError(message, name, copies.suspects)
             mark_raised_by_all(error)
             return error
         return None
@@ -141,7 +142,8 @@ class StateComparison:
         self._communicator.broadcast(reference.view(np.uint8), root, label=_COPY)
         found = [difference(flat, reference, things[0]) for flat in flats]
         by_rank = self._communicator.all_gather_object(found, label="differences from it")
-        of_reference = f"{copies.name_of(root, copy)} ({copies.by_rank[root].descriptions[copy]})"
+        described = copies.by_rank[root].descriptions[copy]
+        of_reference = f"{copies.name_of(root, copy)} ({described})"
         lines = []
         is_large = False
         for rank, differences in enumerate(by_rank):
@@ -149,11 +151,16 @@ class StateComparison:
                 if each is not None:
                     is_large |= not each.roundings <= most
                     lines.append(f"{copies.name_of(rank, i)}: {each} on {of_reference}")
-        return lines if is_large else []
+        if is_large:
+            return lines
+        return []
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_TOLD] + ["…"] * (len(names) > _MOST_TOLD))
+    told = names[:_MOST_TOLD]
+    if len(names) > _MOST_TOLD:
+        told.append("…")
+    return ", ".join(told)
 
 
 class Copies:
@@ -192,8 +199,8 @@ class Copies:
     def name_of(self, rank: int, copy: int) -> str:
         if len(self.by_rank[rank].digests) == 1:
             return f"rank {rank}"
-        replica = sum(len(thing.digests) for thing in self.by_rank[:rank]) + copy
-        return f"replica {replica} (rank {rank})"
+        before = sum(len(thing.digests) for thing in self.by_rank[:rank])
+        return f"replica {before + copy} (rank {rank})"
 
     def descriptions(self) -> list[str]:
         """Return a line for each copy, if the copies are different numbers, or arrays of different shapes or dtypes.
@@ -205,8 +212,10 @@ class Copies:
             return []
         shared = os.path.commonprefix(list(different))  # noqa: RUF071 - a prefix by characters is meant
         begin = max(0, len(shared) - _MOST_CHARACTERS // 2)
-        return [
-            f"{self.name_of(rank, copy)}: {'…' * (begin > 0)}{described[begin:][:_MOST_CHARACTERS]}"
-            for rank, thing in enumerate(self.by_rank)
-            for copy, described in enumerate(thing.descriptions)
-        ]
+        end = begin + _MOST_CHARACTERS
+        cut = "…" if begin else ""
+        lines = []
+        for rank, thing in enumerate(self.by_rank):
+            for copy, described in enumerate(thing.descriptions):
+                lines.append(f"{self.name_of(rank, copy)}: {cut}{described[begin:end]}")
+        return lines

@@ -76,7 +76,8 @@ def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
     slots = {id(parameter): index for index, _, parameter in _slots(modules)}
     for root in roots:
         # The slot tells modules apart. A rank may keep modules that other ranks have dropped.
-        numbers = [slots[id(p)] for p in root.parameters() if id(p) in slots]
+        own = [id(parameter) for parameter in root.parameters()]
+        numbers = [slots[parameter] for parameter in own if parameter in slots]
         for path, module in root.named_modules(prefix=type(root).__name__):
             if numbers and id(module) not in exempt:
                 thing = MirroredThing(f"{path}.training", [module.training])
@@ -130,10 +131,14 @@ def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
 
     exempt = may_differ()
     slots = modules.registry.buffers
-    buffers = [*zip(slots, *copies_of_buffers(modules.parts.replicas, slots), strict=True)]
+    copies = copies_of_buffers(modules.parts.replicas, slots)
+    buffers = list(zip(slots, *copies, strict=True))
     # A write to one buffer leaves out all buffers of its module, because batch norm does not count its writes to
     # some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
-    written = {slot.module for slot, *tensors in buffers if any(map(slot.changed, tensors))}
+    written = set()
+    for slot, *tensors in buffers:
+        if any(slot.changed(tensor) for tensor in tensors):
+            written.add(slot.module)
     for index, (slot, *tensors) in enumerate(buffers):
         if slot.rule == "local" or id(slot.module()) in exempt:
             continue
@@ -142,9 +147,13 @@ def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
 
 
 def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
-    slots = {id(p): (index, slot.name) for index, slot, p in _slots(modules)}
+    slots = {}
+    for index, slot, parameter in _slots(modules):
+        slots[id(parameter)] = index, slot.name
     for number, optimizer in sorted(modules.reducer.optimizers.items()):
-        name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
+        name = type(optimizer).__name__
+        if number:
+            name += f" number {number + 1}"
         for place, owner, state in _states_of(optimizer, slots):
             for key, value in state.items():
                 if is_comparable(value):
@@ -161,9 +170,10 @@ def _states_of(
         slots: (number, name) of each mirrored parameter, by `id`. States of other parameters are skipped.
     """
     for g, group in enumerate(optimizer.param_groups):
-        members = [slots[id(p)][0] for p in group["params"] if id(p) in slots]
+        parameters = group["params"]
+        members = [slots[id(p)][0] for p in parameters if id(p) in slots]
         # Ranks may train other parameters each, and send each other the values. Then the groups differ.
-        if members or not group["params"]:
+        if members or not parameters:
             # Other entries, such as a time, are the program's own.
             options = {key: group.get(key) for key in optimizer.defaults}
             yield (OF_GROUP, g, tuple(members)), f"group {g}", options
@@ -197,11 +207,13 @@ def _schedulers_and_scalers(modules: StrategyModules) -> Iterator[tuple[Key, Mir
         for key, entry in state.items():
             # `_init_scale` and such are of no use once the scaler has stepped.
             if is_comparable(entry) and not key.startswith("_init"):
-                thing = MirroredThing(f"{key.strip('_')} of {type(value).__name__}", [entry])
+                name = f"{key.strip('_')} of {type(value).__name__}"
+                thing = MirroredThing(name, [entry])
                 yield (kind, number, key), thing
 
 
 def is_comparable(value: object) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(map(is_comparable, value))
-    return arrays.is_array(value) or isinstance(value, (int, float, complex, str, type(None)))
+        return all(is_comparable(part) for part in value)
+    is_plain = isinstance(value, (int, float, complex, str, type(None)))
+    return is_plain or arrays.is_array(value)

@@ -48,7 +48,10 @@ def contestants_of_peers(what: str, *work: Any) -> tuple[Contestants, LeftOut]:
     left_out: LeftOut = {}
     for file, package, name in PEERS:
         found: Contestants = {}
-        reason = first_reason("" if importlib.util.find_spec(package) else "not installed")
+        mine = ""
+        if not importlib.util.find_spec(package):
+            mine = "not installed"
+        reason = first_reason(mine)
         if not reason:
             try:
                 peer = importlib.import_module(f"mpistrat.tools.bench.peers.{file}")

@@ -73,8 +73,10 @@ class Bottleneck(nn.Module):
         super().__init__()
         outputs = channels * _EXPANSION
         self.residual = nn.Sequential(
-            *(_convolution(inputs, channels, 1), nn.ReLU(inplace=True)),
-            *(_convolution(channels, channels, 3, stride), nn.ReLU(inplace=True)),
+            _convolution(inputs, channels, 1),
+            nn.ReLU(inplace=True),
+            _convolution(channels, channels, 3, stride),
+            nn.ReLU(inplace=True),
             _convolution(channels, outputs, 1),
         )
         self.shortcut = (

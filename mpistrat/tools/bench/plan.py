@@ -205,7 +205,10 @@ def _model(
     place = topology.local_rank
     nodes = topology.num_nodes
     takes_part = place < per_node
-    node = communicator.split(topology.node if takes_part else nodes + topology.node)
+    colour = topology.node
+    if not takes_part:
+        colour += nodes
+    node = communicator.split(colour)
     # MPI's own algorithm, because its cost on more nodes is known
     across = communicator.split(place).by(CommunicationImplementation.MPI)
     largest = min(LARGEST, max(*wanted, SMALLEST * _FACTOR**5))

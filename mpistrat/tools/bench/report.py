@@ -112,7 +112,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     columns.pop(SAMPLES, None)
     cells = [list(columns)] + [[_cell(row.get(column, "-")) for column in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    by_column = zip(*cells, strict=True)
+    widths = [max(len(cell) for cell in column) for column in by_column]
     return [aligned(line, widths, "  ") for line in cells]
 
 

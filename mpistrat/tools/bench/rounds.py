@@ -66,7 +66,8 @@ def distance_before() -> float:
 
 def first_reason(reason: str) -> str:
     """Return the `reason` of the lowest rank that gives one, on all ranks; "" if all give "". Called by: every rank."""
-    return next(filter(None, all_ranks().all_gather_object(reason)), "")
+    reasons = all_ranks().all_gather_object(reason)
+    return next(filter(None, reasons), "")
 
 
 def _of_host() -> None:

@@ -154,9 +154,11 @@ def line(row: Row) -> str:
 def footer(rows: Sequence[Row], where: Row) -> list[str]:
     slowest = max(rows, key=operator.itemgetter("slowest_ratio"))
     wrong = sum(row["wrong"] for row in rows)
+    verdict = "FAILED" if wrong else "OK"
+    bandwidth = sum(row["busbw"] for row in rows) / len(rows)
     lines = [
-        f"Out of bounds values: {wrong} {'FAILED' if wrong else 'OK'}",
-        f"Average bus bandwidth: {sum(row['busbw'] for row in rows) / len(rows):.3f} GB/s",
+        f"Out of bounds values: {wrong} {verdict}",
+        f"Average bus bandwidth: {bandwidth:.3f} GB/s",
         f"Slowest rank: {slowest['slowest_rank']}, {slowest['slowest_ratio']:.2f} times the median of the ranks at "
         f"{slowest['bytes']} bytes",
         *where["ways"],

@@ -219,7 +219,7 @@ def wrong(row: Row) -> str:
     """Return a row's faults as text: parameters that differ between ranks, losses that are not finite; "" if none."""
     found = []
     if row["ranks_that_differ"]:
-        ranks = ", ".join(map(str, row["ranks_that_differ"]))
+        ranks = ", ".join(str(rank) for rank in row["ranks_that_differ"])
         found.append(f"parameters of rank {ranks} are not rank 0's")
     if not row["losses_finite"]:
         found.append("a loss is not finite")

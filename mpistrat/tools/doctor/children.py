@@ -52,7 +52,8 @@ class ChildOutput:
 
         Args: silent: the words for a program that ended with code 0 and wrote no such line.
         """
-        words = last_words(self.errors if self.ended else self.output, 1)
+        text = self.errors if self.ended else self.output
+        words = last_words(text, 1)
         return f"{self.ended or silent}, {words}".removesuffix(", ")
 
 

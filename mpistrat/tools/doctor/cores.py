@@ -65,7 +65,10 @@ def _shared_caches(ranks: Ranks) -> str:
             "; the ranks are not bound, or the kernel does not know which caches their cores share"
         )
     shared = set.intersection(*caches)
-    return f": their cores share {f'a cache of level {min(shared)[0]}' if shared else 'no cache'}"
+    if not shared:
+        return ": their cores share no cache"
+    nearest = min(shared)
+    return f": their cores share a cache of level {nearest[0]}"
 
 
 def _sharing(ranks: Ranks) -> Findings:
@@ -102,11 +105,16 @@ def _sharing(ranks: Ranks) -> Findings:
             _BOUND,
         )
     elif number > usable:
-        limited = f", with {usable:g} CPUs' worth of time" * (usable < num_cores)
-        ask = f", or ask Slurm for more: --ntasks-per-node={number} --cpus-per-task=1"
+        have = bound_to
+        if usable < num_cores:
+            have += f", with {usable:g} CPUs' worth of time"
+        at_most = counted(max(1, int(usable)), "rank")
+        fix = f"start at most {at_most} per node"
+        if first.launch.slurm:
+            fix += f", or ask Slurm for more: --ntasks-per-node={number} --cpus-per-task=1"
         yield problem(
-            f"{here} have {bound_to}{limited}: they take turns, and MPI's waiting takes a core, too.",
-            f"start at most {counted(max(1, int(usable)), 'rank')} per node{ask * bool(first.launch.slurm)}",
+            f"{here} have {have}: they take turns, and MPI's waiting takes a core, too.",
+            fix,
             _TURNS,
         )
     elif number > 1 and spare >= num_cores:
@@ -156,9 +164,12 @@ def _threads(ranks: Ranks) -> Findings:
             first = re.match(r"\d+", text)  # "4,2" for nested regions
             too_many[name, text, share] += bool(first and int(first[0]) > share)
     for (name, text, share), number in (+too_many).items():
+        cores = counted(share, "core")
+        have = f"has {cores}"
+        if number > 1:
+            have = f"have {cores} each"
         yield problem(
-            f"{name}={text}, but {counted(number, 'rank')} of {len(ranks)} here {'have' if number > 1 else 'has'} "
-            f"{counted(share, 'core')}{' each' * (number > 1)}: threads take turns.",
+            f"{name}={text}, but {counted(number, 'rank')} of {len(ranks)} here {have}: threads take turns.",
             f"unset {name} (mpistrat then takes each rank's share), or set {name}={share}",
             "Threads take turns",
         )
@@ -183,14 +194,15 @@ def _slurm(ranks: Ranks) -> Findings:
 def _fine(ranks: Ranks) -> Finding:
     masks = [rank.cores.allowed for rank in ranks]
     shares = sorted({intra_op_threads(mask, masks) for mask in masks})
-    cores = " to ".join(map(str, sorted({shares[0], shares[-1]})))
+    ends = sorted({shares[0], shares[-1]})
+    cores = " to ".join(str(share) for share in ends)
     threads = sorted(set().union(*(rank.cores.threads.values() for rank in ranks)))
     how_many = ", ".join(["as you set them", *threads]) if threads else "as many"
     all_cores = counted(len(_cores_of(ranks)), "core")
-    return ok(
-        f"{counted(len(ranks), 'rank')}{', each' * (len(ranks) > 1)} with {cores} of {all_cores}; "
-        f"threads: {how_many}."
-    )
+    here = counted(len(ranks), "rank")
+    if len(ranks) > 1:
+        here += ", each"
+    return ok(f"{here} with {cores} of {all_cores}; threads: {how_many}.")
 
 
 def _bind(ranks: Ranks, each: int) -> str:

@@ -115,8 +115,10 @@ def _subject(finding: Finding, nodes: int) -> str:
         return finding.check
     if len(named) == nodes:
         return f"{finding.check} on all {nodes} nodes"
-    more = f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
-    return f"{finding.check} on {', '.join(named[:MOST_NAMED])}{more}"
+    shown = ", ".join(named[:MOST_NAMED])
+    if len(named) > MOST_NAMED:
+        shown += f" and {len(named) - MOST_NAMED} more"
+    return f"{finding.check} on {shown}"
 
 
 def _wrapped(mark: str, text: str) -> list[str]:

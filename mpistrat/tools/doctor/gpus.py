@@ -175,8 +175,11 @@ def _torch_build(gpus: Gpus, number: int) -> Findings:
     """
     if not gpus.torch:
         return
-    there = f"there {'is' if number == 1 else 'are'} {counted(number, 'GPU')}"
-    build = gpus.torch_other or f"CUDA {gpus.torch_cuda}" * bool(gpus.torch_cuda)
+    verb = "is" if number == 1 else "are"
+    there = f"there {verb} {counted(number, 'GPU')}"
+    build = gpus.torch_other
+    if not build and gpus.torch_cuda:
+        build = f"CUDA {gpus.torch_cuda}"
     if not build:
         yield problem(
             f"torch {gpus.torch} is a build for CPUs, and {there}.",
@@ -233,10 +236,12 @@ def _without(ranks: Ranks) -> Findings:
     without = [rank for rank in ranks if not rank.driver.gpus]
     if 0 < len(without) < len(ranks):
         numbers_by_error = grouped((rank.driver.error, rank.rank) for rank in without)
-        listed = [
-            ranks_in_words(numbers) + (f" ({error})" if error else "")
-            for error, numbers in numbers_by_error.items()
-        ]
+        listed = []
+        for error, numbers in numbers_by_error.items():
+            text = ranks_in_words(numbers)
+            if error:
+                text += f" ({error})"
+            listed.append(text)
         yield problem(
             f"CUDA's driver shows GPUs to some ranks of the node, and none to {'; '.join(listed)}.",
             "give each rank a GPU: look for the option or script that sets CUDA_VISIBLE_DEVICES (--gpus-per-task=1, "
@@ -256,9 +261,11 @@ def _nccl(gpus: Gpus) -> Findings:
             _NCCLS,
         )
     elif not gpus.cupy and not gpus.torch:
-        why = f" ({gpus.cupy_error})" * bool(gpus.cupy_error)
+        missing = "CuPy is missing"
+        if gpus.cupy_error:
+            missing += f" ({gpus.cupy_error})"
         yield warning(
-            f"CuPy is missing{why}, and so is torch: no array of a program is on a GPU.",
+            f"{missing}, and so is torch: no array of a program is on a GPU.",
             "pip install torch, of a CUDA build, or cupy-cuda13x (cupy-cuda12x where CUDA is 12)",
             "CuPy is missing",
         )

@@ -225,7 +225,8 @@ def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Findings:
 
     Args: best: the highest rate, in bytes per second.   speeds: for each node, the speeds of its devices as text.
     """
-    if not min(map(len, speeds), default=0):
+    fewest = min((len(of_node) for of_node in speeds), default=0)
+    if not fewest:
         return
     speed, text = min(max((bytes_of_link(text), text) for text in node) for node in speeds)
     if best < UNUSED * speed:

@@ -173,7 +173,10 @@ def _summary(memories: Sequence[MemoryLimits]) -> str:
         parts.append(f"{bytes_in_words(temporary.free)} of disk in {temporary.folder}")
     if files:
         parts.append(f"{min(files)} open files allowed")
-    return f"{', '.join(parts)}{' at least' * (len(memories) > 1)}."
+    text = ", ".join(parts)
+    if len(memories) > 1:
+        text += " at least"
+    return f"{text}."
 
 
 def _fullest(rooms: Iterable[Room | None]) -> Room | None:

@@ -141,8 +141,9 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
         return _no_library(first, failure)
     if failure.kind == "topology":
         return problem(f"{failure.text}.", _fix_mismatch(launch, library), _ALONE)
-    words = f" Its last words: {failure.words}" * bool(failure.words)
-    text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}.{words}"
+    text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}."
+    if failure.words:
+        text += f" Its last words: {failure.words}"
     causes = ((fix, cause) for cause, fix in OUT_OF.items() if cause in text)
     return problem(text, *next(causes, (_fix_end(launch, library, failure), "MPI_Init failed")))
 
@@ -208,8 +209,10 @@ def _fix_srun(launch: Launch, family: str) -> str:
         if not types:
             return "srun --mpi=pmix …, or mpirun inside sbatch or salloc"
         return f"{_MPIRUN}: Open MPI needs PMIx, and this srun offers only {', '.join(types)}"
-    if "pmi2" in types or not types:
-        return "srun --mpi=pmi2 …" + " (or pmix)" * (not types)
+    if not types:
+        return "srun --mpi=pmi2 … (or pmix)"
+    if "pmi2" in types:
+        return "srun --mpi=pmi2 …"
     if pmix:
         return f"srun --mpi={pmix} …, with an MPICH that was built with PMIx"
     return f"{_MPIRUN}: srun offers only {', '.join(types)}"
@@ -234,7 +237,10 @@ def _choice(library: Library) -> Finding:
             f"{remove} to use the site's MPI, or name it: MPI4PY_LIBMPI={shadowed[0]}",
             _ALONE,
         )
-    return ok(f"{text} Also there, and not used: {', '.join(sorted(others))}." if others else text)
+    if others:
+        names = ", ".join(sorted(others))
+        text += f" Also there, and not used: {names}."
+    return ok(text)
 
 
 def _wheel(library: Library) -> str:

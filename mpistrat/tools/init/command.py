@@ -36,7 +36,9 @@ def run(folder: str, launch: Launch) -> int:
                 text = files("mpistrat.tools.init").joinpath(f"{name}.template").read_text()
                 with open(os.path.join(folder, name), "x", encoding="utf-8") as file:
                     undo.callback(os.unlink, file.name)
-                    file.write(_filled(text, launch.mpirun_version) if "sbatch" in name else text)
+                    if "sbatch" in name:
+                        text = _filled(text, launch.mpirun_version)
+                    file.write(text)
             undo.pop_all()
     except OSError as error:
         print(f"mpistrat init: {error}", file=sys.stderr)

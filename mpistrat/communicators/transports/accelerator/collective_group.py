@@ -253,8 +253,12 @@ def _why_not_started(name: str, starts: Sequence[_RankStart], limit: float) -> s
     late = [str(rank) for rank, start in enumerate(starts) if start.is_late or not start.has_ended]
     if late and not failed:
         failed = [f"in {limit:g} s on ranks {', '.join(late)}"]
-    more = "; …" * (len(failed) > 4)
-    return f"{name} does not start {'; '.join(failed[:4])}{more}" if failed else ""
+    if not failed:
+        return ""
+    shown = failed[:4]
+    if len(failed) > 4:
+        shown.append("…")
+    return f"{name} does not start {'; '.join(shown)}"
 
 
 class FailedElsewhereError(Exception):

@@ -128,7 +128,12 @@ class _TransportChoice:
             watch = job_end().records.watch_of(comm, f"{ranks.contract.name} on devices")
             contract = self._communicator.contract
             native = NativeTransport(
-                *(host, kind, self._index, self._watch, why, channel),
+                host,
+                kind,
+                self._index,
+                self._watch,
+                why,
+                channel,
                 lambda group: PendingCalls(
                     contract, watch, library, group, listens=host.thread_multiple
                 ),
@@ -190,9 +195,9 @@ class _TransportChoice:
         if apart:
             flat.why += f"; not by node: {apart}"
             return flat
+        across = self._by_mpi(self._peers, library)
         by_node = HierarchicalDeviceTransport(
-            *(self._host, self._index, self._watch, self._nodes),
-            *(within, self._by_mpi(self._peers, library), flat),
+            self._host, self._index, self._watch, self._nodes, within, across, flat
         )
         by_node.measure(library, ranks.mpi.library)
         return by_node

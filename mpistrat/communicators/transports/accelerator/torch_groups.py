@@ -36,8 +36,11 @@ def version_of(kind: str) -> str:
     backend = backend_of(kind)
     if not backend:
         raise ImportError(f"this torch ({torch.__version__}) has no group for devices of {kind!r}")
-    version = ".".join(map(str, torch.cuda.nccl.version())) + " " if backend == "nccl" else ""
-    return f"{backend} {version}of torch {torch.__version__}"
+    of_torch = f"of torch {torch.__version__}"
+    if backend != "nccl":
+        return f"{backend} {of_torch}"
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return f"{backend} {version} {of_torch}"
 
 
 def make_group(
