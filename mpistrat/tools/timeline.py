@@ -8,8 +8,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain, groupby, product
-from operator import attrgetter
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from mpistrat.errors import counted
@@ -36,6 +35,7 @@ _LOSSES = {
 _NAMES_OF_STEPS = ("strategy.run", "step")
 _MUCH = 0.1  # of a rank's time: worth a change
 _STEPS = 8  # in the picture of a long run: so many can still be told apart
+_MAIN_THREAD = "MainThread"
 
 
 class _Span(NamedTuple):
@@ -77,11 +77,15 @@ class _Trace:
         with open(path, encoding="utf-8") as file:
             for line in file:
                 if line.startswith('{"ph"'):
-                    self._add(json.loads(line.rstrip(",\n")))
-        first = self.spans[min(self.spans)]
-        self.steps = sorted(each.start for each in first if each.name in _NAMES_OF_STEPS)
+                    event = json.loads(line.rstrip(",\n"))
+                    self._add(event)
+        lowest = min(self.spans)
+        starts = [each.start for each in self.spans[lowest] if each.name in _NAMES_OF_STEPS]
+        self.steps = sorted(starts)
         # The first step is left out of the sums: first calls, connections and imports make it long.
-        self.since = self.steps[1] if len(self.steps) > 2 else 0.0
+        self.since = 0.0
+        if len(self.steps) > 2:
+            self.since = self.steps[1]
 
     def _add(self, event: dict[str, Any]) -> None:
         rank = event["pid"]
@@ -90,18 +94,24 @@ class _Trace:
         details = event.get("args", {})
         if name == "process_name":
             self.names[rank] = details["name"].partition(", pid ")[0]
-        elif name == "thread_name":
+            return
+        if name == "thread_name":
             self._threads[rank, thread] = details["name"]
-        elif activity := _ACTIVITIES.get(event.get("cat", ""), _ACTIVITIES.get(name)):
-            last = details.get("last to enter", "")
-            start = event["ts"] / 1e6
-            if activity == _WAIT:  # it and "move bytes" follow their collective, and replace it
-                last = self.spans[rank].pop().last
-            end = start + event["dur"] / 1e6
-            span = _Span(self._threads[rank, thread], start, end, activity, name, last)
-            self.spans[rank].append(span)
-            self.activities.add(activity)
-            self.end = max(self.end, end)
+            return
+        category = event.get("cat", "")
+        activity = _ACTIVITIES.get(category, _ACTIVITIES.get(name))
+        if not activity:
+            return
+        last = details.get("last to enter", "")
+        if activity == _WAIT:  # it and "move bytes" follow their collective, and replace it
+            last = self.spans[rank].pop().last
+        start = event["ts"] / 1e6
+        end = start + event["dur"] / 1e6
+        thread_name = self._threads[rank, thread]
+        span = _Span(thread_name, start, end, activity, name, last)
+        self.spans[rank].append(span)
+        self.activities.add(activity)
+        self.end = max(self.end, end)
 
     def seconds(self, rank: int, *activities: str) -> float:
         """Return the seconds that the rank spent on the activities. Seconds in several spans count once.
@@ -113,9 +123,11 @@ class _Trace:
         reached = self.since
         spans = self.spans[rank]
         training = {each.thread for each in spans if each.activity == _COMPUTE}
-        for each in sorted(spans, key=attrgetter("start")):
-            counts = not training or each.thread in training
-            if counts and each.activity in activities:
+        in_order = sorted(spans, key=lambda each: each.start)
+        for each in in_order:
+            if training and each.thread not in training:
+                continue
+            if each.activity in activities:
                 begin = max(each.start, reached)
                 total += max(0.0, each.end - begin)
                 reached = max(reached, each.end)
@@ -124,15 +136,17 @@ class _Trace:
     def share(self, rank: int, activity: str) -> float:
         """Return the `seconds` as a part of the rank's time."""
         whole = self.seconds(rank, *_COLOURS)
-        return self.seconds(rank, activity) / max(whole, 1e-9)
+        part = self.seconds(rank, activity)
+        return part / max(whole, 1e-9)
 
     def waited_for(self) -> dict[str, float]:
         """Return the seconds that ranks have waited for another rank, by its name: "rank 2"."""
         found: dict[str, float] = defaultdict(float)
-        for each in chain(*self.spans.values()):
-            if each.activity == _WAIT and each.last:
-                begin = max(each.start, self.since)
-                found[each.last] += max(0.0, each.end - begin)
+        for spans in self.spans.values():
+            for each in spans:
+                if each.activity == _WAIT and each.last:
+                    begin = max(each.start, self.since)
+                    found[each.last] += max(0.0, each.end - begin)
         return found
 
 
@@ -145,15 +159,20 @@ def run(folder: str) -> int:
     path = merging.trace_of(folder)
     picture = os.path.join(folder, "timeline.png")
     can_draw = importlib.util.find_spec("matplotlib") is not None
+    place = path  # to look in for single spans
+    if can_draw:
+        place = "the picture"
     error: object = "a picture needs matplotlib: pip install matplotlib"
     try:
         if merging.is_outdated(folder):
-            print(merging.merge(folder).describe())
+            merged = merging.merge(folder)
+            print(merged.describe())
         trace = _Trace(path)
-        shown = "the picture" if can_draw else path
-        lines = [*_summary(trace), *_advice(trace, shown)]
+        lines = list(_summary(trace))
+        lines += _advice(trace, place)
         if can_draw:
-            lines.insert(0, f"{picture} shows {_draw(trace, picture)}.")
+            title = _draw(trace, picture)
+            lines.insert(0, f"{picture} shows {title}.")
             error = ""
         print(*lines, sep="\n")
     except OSError as failed:
@@ -168,18 +187,22 @@ def run(folder: str) -> int:
 def _summary(trace: _Trace) -> Iterator[str]:
     """Yield a line for each rank: its seconds, and how many it waited, moved bytes and read input ("–": not known)."""
     wide = max(len(name) for name in trace.names.values())
-    part = "after the first step" if trace.since else "the whole trace"
+    part = "the whole trace"
+    if trace.since:
+        part = "after the first step"
     wide_part = max(wide, 20)
     yield f"{part:{wide_part}}{'waiting':>19}{'moving bytes':>18}{'input':>18}"
     for rank, name in trace.names.items():
         parts = []
         for activity in _LOSSES:
             seconds = trace.seconds(rank, activity)
-            parts.append(f"{seconds:8.2f} s {trace.share(rank, activity):6.1%}")
+            share = trace.share(rank, activity)
+            parts.append(f"{seconds:8.2f} s {share:6.1%}")
         if _INPUT not in trace.activities:
             parts[-1] = f"{'–':>17}"
         whole = trace.seconds(rank, *_COLOURS)
-        yield f"{name:{wide}} {whole:8.2f} s" + "".join(parts)
+        losses = "".join(parts)
+        yield f"{name:{wide}} {whole:8.2f} s{losses}"
 
 
 def _advice(trace: _Trace, where: str) -> Iterator[str]:
@@ -187,8 +210,12 @@ def _advice(trace: _Trace, where: str) -> Iterator[str]:
 
     Args: where: the place to look in for single spans.
     """
-    losses = product(trace.names, _LOSSES)
-    most, largest = max((trace.share(rank, activity), activity) for rank, activity in losses)
+    shares = []
+    for rank in trace.names:
+        for activity in _LOSSES:
+            share = trace.share(rank, activity)
+            shares.append((share, activity))
+    most, largest = max(shares)
     waits = trace.waited_for()
     advice = _LOSSES[largest]
     if waits:
@@ -218,13 +245,15 @@ def _draw(trace: _Trace, path: str) -> str:
     for number, spans in enumerate(rows):  # inner spans come later, and cover the outer ones
         colours = [_COLOURS[each.activity] for each in spans]
         times = [(each.start, each.end - each.start) for each in spans]
-        axes.broken_barh(times, (number - 0.4, 0.8), facecolors=colours, linewidth=0)
+        top = number - 0.4
+        axes.broken_barh(times, (top, 0.8), facecolors=colours, linewidth=0)
     axes.set_yticks(range(len(rows)), labels)
-    title = f"{counted(len(trace.names), 'rank')}, {part}"
+    ranks = counted(len(trace.names), "rank")
+    title = f"{ranks}, {part}"
     axes.set(xlabel="seconds since the trace began", title=title, xlim=(start, end))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     handles = [patches.Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(_COLOURS))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     with open(path, "wb", opener=private) as file:
         figure.savefig(file, dpi=150, format="png")
     pyplot.close(figure)
@@ -239,14 +268,21 @@ def _window(trace: _Trace) -> tuple[float, float, str]:
         return 0.0, edges[-1], "the whole trace"
     first = max(1, (count - _STEPS) // 2)
     last = min(first + _STEPS, count)
-    return edges[first], edges[last], f"steps {first + 1} to {last} of {count}"
+    part = f"steps {first + 1} to {last} of {count}"
+    return edges[first], edges[last], part
 
 
 def _rows(trace: _Trace, start: float, end: float) -> Iterator[tuple[str, list[_Span]]]:
     """Yield each thread that has spans between two times, rank by rank: a name and the spans, outer ones first."""
     for rank, spans in trace.spans.items():
         shown = [each for each in spans if each.start < end and each.end > start]
-        shown.sort(key=lambda each: (each.thread != "MainThread", *each[:2], -each.end))
-        for thread, of_thread in groupby(shown, key=attrgetter("thread")):
-            names = {"MainThread": trace.names[rank]}
-            yield names.get(thread, f"{thread}, rank {rank}"), [*of_thread]
+        shown.sort(key=_place)
+        for thread, of_thread in groupby(shown, key=lambda each: each.thread):
+            names = {_MAIN_THREAD: trace.names[rank]}
+            yield names.get(thread, f"{thread}, rank {rank}"), list(of_thread)
+
+
+def _place(span: _Span) -> tuple[bool, str, float, float]:
+    """Return the key that sorts the spans of a rank: the main thread first, outer spans before inner ones."""
+    of_other = span.thread != _MAIN_THREAD
+    return of_other, span.thread, span.start, -span.end

@@ -67,8 +67,8 @@ def _shared_caches(ranks: Ranks) -> str:
     shared = set.intersection(*caches)
     if not shared:
         return ": their cores share no cache"
-    nearest = min(shared)
-    return f": their cores share a cache of level {nearest[0]}"
+    level = min(shared)[0]
+    return f": their cores share a cache of level {level}"
 
 
 def _sharing(ranks: Ranks) -> Findings:
@@ -76,6 +76,7 @@ def _sharing(ranks: Ranks) -> Findings:
     may use. Yields at most one finding: the first of these faults.
     """
     first = ranks[0]
+    own = len(first.cores.allowed)
     number = len(ranks)
     cores = _cores_of(ranks)
     num_cores = len(cores)
@@ -91,36 +92,36 @@ def _sharing(ranks: Ranks) -> Findings:
     crowded = [mask for mask in masks if cpu_share(mask, masks) < 1]
     if crowded and num_cores >= number:
         shared = set().union(*crowded)
+        shared_cores = counted(len(shared), "core")
         yield problem(
-            f"{len(crowded)} of {here} are bound to {counted(len(shared), 'core')} "
+            f"{len(crowded)} of {here} are bound to {shared_cores} "
             f"(CPU {runs_in_words(shared)}), although the ranks have {num_cores} between them.",
             _bind(ranks, num_cores // number),
             _BOUND,
         )
     elif crowded and spare:
         yield problem(
-            f"{here} are bound to {bound_to} (CPU {runs_in_words(cores)}) of the launcher's "
-            f"{of_launcher}.",
+            f"{here} are bound to {bound_to} (CPU {runs_in_words(cores)}) of the launcher's {of_launcher}.",
             _bind(ranks, of_launcher // number),
             _BOUND,
         )
     elif number > usable:
-        have = bound_to
+        limited = ""
         if usable < num_cores:
-            have += f", with {usable:g} CPUs' worth of time"
-        at_most = counted(max(1, int(usable)), "rank")
-        fix = f"start at most {at_most} per node"
+            limited = f", with {usable:g} CPUs' worth of time"
+        most = max(1, int(usable))
+        fix = f"start at most {counted(most, 'rank')} per node"
         if first.launch.slurm:
             fix += f", or ask Slurm for more: --ntasks-per-node={number} --cpus-per-task=1"
         yield problem(
-            f"{here} have {have}: they take turns, and MPI's waiting takes a core, too.",
+            f"{here} have {bound_to}{limited}: they take turns, and MPI's waiting takes a core, too.",
             fix,
             _TURNS,
         )
     elif number > 1 and spare >= num_cores:
         yield warning(
             f"{here} may run on {num_cores} of the launcher's {of_launcher} cores: it has bound each to "
-            f"{counted(len(first.cores.allowed), 'core')}.",
+            f"{counted(own, 'core')}.",
             _bind(ranks, of_launcher // number),
             _BOUND,
         )
@@ -131,13 +132,14 @@ def _quota(ranks: Ranks) -> Findings:
 
     Nothing if the limit is below the number of ranks: `_sharing` reports that.
     """
-    cores = _cores_of(ranks)
+    num_cores = len(_cores_of(ranks))
     usable = _usable_cpus(ranks)
-    if len(ranks) <= usable < len(cores):
+    if len(ranks) <= usable < num_cores:
+        share = max(1, int(usable / len(ranks)))
         yield warning(
-            f"{counted(len(cores), 'core')} can be seen, but a control group allows {usable:g} CPUs' worth of time: "
+            f"{counted(num_cores, 'core')} can be seen, but a control group allows {usable:g} CPUs' worth of time: "
             "more threads than that are stopped in turn.",
-            f"set OMP_NUM_THREADS={max(1, int(usable / len(ranks)))}, or raise the container's limit (--cpus)",
+            f"set OMP_NUM_THREADS={share}, or raise the container's limit (--cpus)",
             _TURNS,
         )
 
@@ -151,7 +153,9 @@ def _usable_cpus(ranks: Ranks) -> float:
     """Return the number of the ranks' cores; if that is less, the CPUs' worth of time that a control group allows."""
     cores = len(_cores_of(ranks))
     quota = ranks[0].cores.quota
-    return cores if quota is None else min(cores, quota)
+    if quota is None:
+        return cores
+    return min(cores, quota)
 
 
 def _threads(ranks: Ranks) -> Findings:
@@ -162,14 +166,17 @@ def _threads(ranks: Ranks) -> Findings:
         share = intra_op_threads(rank.cores.allowed, masks)
         for name, text in rank.cores.threads.items():
             first = re.match(r"\d+", text)  # "4,2" for nested regions
-            too_many[name, text, share] += bool(first and int(first[0]) > share)
-    for (name, text, share), number in (+too_many).items():
-        cores = counted(share, "core")
-        have = f"has {cores}"
+            if first and int(first[0]) > share:
+                too_many[name, text, share] += 1
+    for (name, text, share), number in too_many.items():
+        has = "has"
+        each = ""
         if number > 1:
-            have = f"have {cores} each"
+            has = "have"
+            each = " each"
+        of_ranks = f"{counted(number, 'rank')} of {len(ranks)}"
         yield problem(
-            f"{name}={text}, but {counted(number, 'rank')} of {len(ranks)} here {have}: threads take turns.",
+            f"{name}={text}, but {of_ranks} here {has} {counted(share, 'core')}{each}: threads take turns.",
             f"unset {name} (mpistrat then takes each rank's share), or set {name}={share}",
             "Threads take turns",
         )
@@ -193,16 +200,20 @@ def _slurm(ranks: Ranks) -> Findings:
 
 def _fine(ranks: Ranks) -> Finding:
     masks = [rank.cores.allowed for rank in ranks]
-    shares = sorted({intra_op_threads(mask, masks) for mask in masks})
-    ends = sorted({shares[0], shares[-1]})
-    cores = " to ".join(str(share) for share in ends)
-    threads = sorted(set().union(*(rank.cores.threads.values() for rank in ranks)))
-    how_many = ", ".join(["as you set them", *threads]) if threads else "as many"
-    all_cores = counted(len(_cores_of(ranks)), "core")
-    here = counted(len(ranks), "rank")
+    shares = {intra_op_threads(mask, masks) for mask in masks}
+    least_and_most = sorted({min(shares), max(shares)})
+    cores = " to ".join(str(share) for share in least_and_most)
+    threads: set[str] = set()
+    for rank in ranks:
+        threads.update(rank.cores.threads.values())
+    how_many = "as many"
+    if threads:
+        how_many = ", ".join(["as you set them", *sorted(threads)])
+    number = counted(len(ranks), "rank")
     if len(ranks) > 1:
-        here += ", each"
-    return ok(f"{here} with {cores} of {all_cores}; threads: {how_many}.")
+        number += ", each"
+    all_cores = counted(len(_cores_of(ranks)), "core")
+    return ok(f"{number} with {cores} of {all_cores}; threads: {how_many}.")
 
 
 def _bind(ranks: Ranks, each: int) -> str:

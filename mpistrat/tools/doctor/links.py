@@ -44,11 +44,15 @@ def partner(node: int, turn: int, nodes: int) -> int | None:
     # The last node, for an even number of nodes. For an odd number, this node does not exist, and its partner rests.
     fixed = rounds(nodes)
     if node == fixed:
-        other = turn * ((fixed + 1) // 2) % fixed  # 2 * other = turn, modulo an odd number
+        half = (fixed + 1) // 2
+        other = turn * half % fixed  # 2 * other = turn, modulo an odd number
     else:
         other = (turn - node) % fixed
-        other = fixed if other == node else other
-    return other if other < nodes else None
+        if other == node:
+            other = fixed
+    if other < nodes:
+        return other
+    return None
 
 
 def rounds(nodes: int) -> int:
@@ -77,17 +81,19 @@ def measure(
     """
     data = np.zeros(LARGEST, np.uint8)
     rates = []
+    rank = leaders.rank
     played = turns(leaders.size, seconds)
     leaders.Barrier()
     started = time.perf_counter()
     for index, turn in enumerate(played):
-        other = partner(leaders.rank, turn, leaders.size)
+        other = partner(rank, turn, leaders.size)
         if other is None:
             continue
         begin(other)
-        if leaders.rank < other:
+        if rank < other:
             until = started + (index + 1) * seconds / len(played)
-            rates.append([leaders.rank, other, _lead(leaders, other, data, until)])
+            rate = _lead(leaders, other, data, until)
+            rates.append([rank, other, rate])
         else:
             _follow(leaders, other, data)
     return rates
@@ -111,12 +117,14 @@ def _lead(comm: MPI.Intracomm, other: int, data: np.ndarray, until: float) -> fl
         if size < LARGEST and left > 3 * 2 * took:  # enough for three messages of twice the size
             size *= 2
             samples.clear()
-    comm.Send(np.zeros(1, np.int64), other)
+    no_bytes = np.zeros(1, np.int64)
+    comm.Send(no_bytes, other)
     return 2 * size / statistics.median(samples)
 
 
 def _exchange(comm: MPI.Intracomm, other: int, data: np.ndarray) -> float:
-    comm.Send(np.full(1, len(data), np.int64), other)
+    size = np.full(1, len(data), np.int64)
+    comm.Send(size, other)
     started = time.perf_counter()
     comm.Send(data, other)
     comm.Recv(data, other)
@@ -145,11 +153,16 @@ def check(job: Job) -> Findings:
     fast = [rate for pair, rate in rates.items() if pair not in slow]
     yield from _unused(max(fast), links.speeds)
     if not slow:
-        some = f" ({len(rates)} of {links.pairs} pairs)" if len(rates) < links.pairs else ""
-        middle = f", the median is {_speed(statistics.median(fast))}" if len(fast) > 2 else ""
-        yield ok(
-            f"{counted(len(names), 'node')} exchange {_range(min(fast), max(fast))} with each other{some}{middle}."
-        )
+        nodes = counted(len(names), "node")
+        speeds = _range(min(fast), max(fast))
+        some = ""
+        if len(rates) < links.pairs:
+            some = f" ({len(rates)} of {links.pairs} pairs)"
+        middle = ""
+        if len(fast) > 2:
+            median = statistics.median(fast)
+            middle = f", the median is {_speed(median)}"
+        yield ok(f"{nodes} exchange {speeds} with each other{some}{middle}.")
 
 
 def slower_than_others(rates: _Rates) -> _Rates:
@@ -158,12 +171,14 @@ def slower_than_others(rates: _Rates) -> _Rates:
     Args: rates: bytes per second of each pair of nodes.
     """
     ordered = sorted(rates.values())
-    found = {}
+    found: _Rates = {}
+    if len(ordered) < 2:
+        return found
     for pair, rate in rates.items():
-        if len(ordered) > 1:
-            median = _median_without(ordered, bisect.bisect_left(ordered, rate))
-            if rate < SLOW * median:
-                found[pair] = median
+        index = bisect.bisect_left(ordered, rate)
+        median = _median_without(ordered, index)
+        if rate < SLOW * median:
+            found[pair] = median
     return found
 
 
@@ -183,27 +198,34 @@ def _named(slow: _Rates, rates: _Rates, names: Sequence[str]) -> Findings:
     """
     slow_nodes = _slow_nodes(slow.keys(), rates)
     for node, pairs in slow_nodes.items():
+        name = names[node]
         median = statistics.median(slow[pair] for pair in pairs)
         speeds = [rates[pair] for pair in pairs]
-        yield _bad(max(speeds), median)(
-            f"{names[node]} is slow with every other node: {_range(min(speeds), max(speeds))} of {_speed(median)} "
+        lowest = min(speeds)
+        highest = max(speeds)
+        bad = _bad(highest, median)
+        yield bad(
+            f"{name} is slow with every other node: {_range(lowest, highest)} of {_speed(median)} "
             "(median of the others).",
-            f"leave it out (srun --exclude={names[node]}), and have its cable, port and speed looked at (ethtool, "
+            f"leave it out (srun --exclude={name}), and have its cable, port and speed looked at (ethtool, "
             "ibstat)",
             _SLOW,
         )
     links = [pair for pair in slow if slow_nodes.keys().isdisjoint(pair)]
     links.sort(key=rates.__getitem__)
     for a, b in links[:MOST_NAMED]:
-        rate = rates[a, b]
+        name = names[a]
+        other = names[b]
+        rate = _speed(rates[a, b])
         median = slow[a, b]
-        yield _bad(rate, median)(
-            f"The link {names[a]} <-> {names[b]} is slow: {_speed(rate)} of {_speed(median)} (median of the others).",
+        yield _bad(rates[a, b], median)(
+            f"The link {name} <-> {other} is slow: {rate} of {_speed(median)} (median of the others).",
             "run the doctor again, for another job may use the link now; else leave one node out "
-            f"(srun --exclude={names[b]}), and have the cables and switches between them looked at",
+            f"(srun --exclude={other}), and have the cables and switches between them looked at",
             _SLOW,
         )
-    if (more := len(links) - MOST_NAMED) > 0:
+    more = len(links) - MOST_NAMED
+    if more > 0:
         yield warning(f"{more} more pairs of nodes are slow.", "see all in --json", _SLOW)
 
 
@@ -213,11 +235,11 @@ def _slow_nodes(slow: Set[_Pair], pairs: Iterable[_Pair]) -> dict[int, list[_Pai
     Args: slow: the slow ones of `pairs`.
     """
     pairs_of = grouped((node, pair) for pair in pairs for node in pair)
-    return {
-        node: found
-        for node, found in sorted(pairs_of.items())
-        if len(found) > 1 and slow >= set(found)
-    }
+    found = {}
+    for node, measured in sorted(pairs_of.items()):
+        if len(measured) > 1 and slow >= set(measured):
+            found[node] = measured
+    return found
 
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Findings:
@@ -225,10 +247,13 @@ def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Findings:
 
     Args: best: the highest rate, in bytes per second.   speeds: for each node, the speeds of its devices as text.
     """
-    fewest = min((len(of_node) for of_node in speeds), default=0)
-    if not fewest:
+    if not speeds or not all(speeds):
         return
-    speed, text = min(max((bytes_of_link(text), text) for text in node) for node in speeds)
+    fastest = []
+    for node in speeds:
+        devices = [(bytes_of_link(text), text) for text in node]
+        fastest.append(max(devices))
+    speed, text = min(fastest)
     if best < UNUSED * speed:
         yield warning(
             f"No two nodes exchange more than {_speed(best)}, and each has a link of {text} ({_speed(speed)}): does "
@@ -242,17 +267,25 @@ def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Findings:
 def bytes_of_link(text: str) -> float:
     """Return the bytes per second of a speed in words: "25000 Mb/s" or "200 Gb/sec (4X HDR)"."""
     number, unit = text.split()[:2]
-    return float(number) * {"G": 1e9, "M": 1e6}[unit[0]] / 8
+    bits = {"G": 1e9, "M": 1e6}[unit[0]]
+    return float(number) * bits / 8
 
 
 def _bad(rate: float, median: float) -> Level:
     """Return the function `problem` for a rate below a quarter of the median of the other pairs, else `warning`."""
-    return problem if rate < VERY_SLOW * median else warning
+    if rate < VERY_SLOW * median:
+        return problem
+    return warning
 
 
 def _range(low: float, high: float) -> str:
-    return _speed(low) if _speed(low) == _speed(high) else f"{_speed(low)} to {_speed(high)}"
+    if _speed(low) == _speed(high):
+        return _speed(low)
+    return f"{_speed(low)} to {_speed(high)}"
 
 
 def _speed(rate: float) -> str:
-    return f"{rate / 1e9:.2g} GB/s" if rate < 1e9 else f"{rate / 1e9:.1f} GB/s"
+    gigabytes = rate / 1e9
+    if rate < 1e9:
+        return f"{gigabytes:.2g} GB/s"
+    return f"{gigabytes:.1f} GB/s"

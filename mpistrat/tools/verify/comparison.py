@@ -45,11 +45,13 @@ class Verdict:
 
     def steps(self, run: Run) -> list[Step]:
         """Return the step on each rank."""
-        return [rank.steps[self.number - 1] for rank in run]
+        index = self.number - 1
+        return [rank.steps[index] for rank in run]
 
     def samples(self, run: Run) -> list[Sample]:
         """Return the tensor on each rank; of size 0 where there is none."""
-        return [step.tensors[self.kind].get(self.key, _NONE) for step in self.steps(run)]
+        of_ranks = [step.tensors[self.kind] for step in self.steps(run)]
+        return [tensors.get(self.key, _NONE) for tensors in of_ranks]
 
 
 def compare(reference: Run, control: Recording, ranks: Run) -> Verdict:
@@ -59,42 +61,56 @@ def compare(reference: Run, control: Recording, ranks: Run) -> Verdict:
         reference, ranks: see `Verdict`.
         control: the first rank of the same run as `reference`, with numbers that were changed by rounding.
     """
-    epsilon = reference[0].epsilon
-    limits = dict.fromkeys(KINDS, FLOOR * epsilon)  # rounding grows in a training: they never fall
-    most = Verdict(reference, ranks, FLOOR * epsilon)
+    first = reference[0]
+    epsilon = first.epsilon
+    floor = FLOOR * epsilon
+    recognisable = max(1 / FACTOR, 16 * epsilon)
+    limits = dict.fromkeys(KINDS, floor)  # rounding grows in a training: they never fall
+    most = Verdict(reference, ranks, floor)
     counts = {len(rank.steps) for rank in reference + ranks}
-    for number in range(min(*counts, len(control.steps))):
+    compared = min(*counts, len(control.steps))
+    for number in range(compared):
         for kind in KINDS:
-            shaken = _distances(reference[0], control, number, kind).values()
-            rounding = np.max([0.0, *shaken])
-            if not rounding <= max(1 / FACTOR, 16 * epsilon):  # it may be NaN
+            shaken = _distances(first, control, number, kind)
+            rounding = np.max([0.0, *shaken.values()])
+            if not rounding <= recognisable:  # it may be NaN
                 return replace(most, outcome="equal", number=number)
             limit = max(limits[kind], FACTOR * rounding)
             limits[kind] = limit
-            for right, rank in zip(reference * len(ranks), ranks, strict=False):
-                for key, distance in _distances(right, rank, number, kind).items():
+            rights = reference * len(ranks)
+            for right, rank in zip(rights, ranks, strict=False):
+                distances = _distances(right, rank, number, kind)
+                for key, distance in distances.items():
                     tensor = (number + 1, kind, key, rank.rank, distance)
                     found = Verdict(reference, ranks, limit, "tensor", *tensor)
                     if not distance <= limit:
                         return found
                     if distance > most.distance:
                         most = found
-    return replace(most, outcome="steps" if len(counts) > 1 else "equal", number=min(counts))
+    outcome = "equal"
+    if len(counts) > 1:
+        outcome = "steps"
+    return replace(most, outcome=outcome, number=min(counts))
 
 
 def _distances(mine: Recording, other: Recording, number: int, kind: str) -> dict[str, float]:
     """Return the distance of each tensor of a kind in a step, estimated from its elements and norms."""
-    samples = mine.steps[number].tensors.get(kind, {})
-    others = other.steps[number].tensors.get(kind, {})
-    scale = np.linalg.norm([sample.norm for sample in samples.values()]) or 1.0
+    step = mine.steps[number]
+    other_step = other.steps[number]
+    samples = step.tensors.get(kind, {})
+    others = other_step.tensors.get(kind, {})
+    norms = [sample.norm for sample in samples.values()]
+    scale = np.linalg.norm(norms) or 1.0
     found = dict.fromkeys(samples | others, 0.0)
     for key in found:
         right = samples.get(key, _NONE)
         judged = others.get(key, _NONE)
-        if right.digest != judged.digest:
-            apart = abs(right.norm - judged.norm)  # a gradient of zeros is as good as none
-            if right.size == judged.size:
-                squares = np.square(right.values - judged.values)
-                apart = np.maximum(apart, np.sqrt(right.size * squares.mean()))
-            found[key] = float(apart / scale)
+        if right.digest == judged.digest:
+            continue
+        apart = abs(right.norm - judged.norm)  # a gradient of zeros is as good as none
+        if right.size == judged.size:
+            differences = right.values - judged.values
+            mean_square = np.square(differences).mean()
+            apart = np.maximum(apart, np.sqrt(right.size * mean_square))
+        found[key] = float(apart / scale)
     return found
