@@ -183,7 +183,7 @@ class MpiAllReduce(CrossDeviceOps):
         elif self._implementation is not CommunicationImplementation.AUTO:
             communicator = communicator.by(self._implementation)
         for pack in packs:
-            like = [results[index] for index in pack.indices]
+            like = list(map(results.__getitem__, pack.indices))
             reduce_pack = self._reduce_joined if pack.joined else self._reduce_alone
             for i, piece in zip(pack.indices, reduce_pack(communicator, pack, like), strict=True):
                 results[i] = piece
@@ -330,9 +330,9 @@ class MpiAllReduce(CrossDeviceOps):
             own_packs = packing.pack_of_itself(like, indices, contributions)
         for pack in own_packs or packer.packs(like, indices, communicator):
             if not own_packs:
-                packing.fill(pack.pieces, [first[index] for index in pack.indices])
+                packing.fill(pack.pieces, list(map(first.__getitem__, pack.indices)))
             for gradients in others:
-                packing.add(pack.pieces, [gradients[index] for index in pack.indices])
+                packing.add(pack.pieces, list(map(gradients.__getitem__, pack.indices)))
             stays = pack.flat.is_cpu or communicator.takes_device_buffers
             operand = pack.operand if stays else arrays.to_host(pack.flat)
             communicator.all_reduce(operand, reduction_of(pack.indices), follows=True)
@@ -440,7 +440,7 @@ def _pack_of(
         stays,
         joined=len(group) > 1 or (on_device and stays),
         to_numpy=not on_device and arrays.is_torch(first) and arrays.numpy_knows(first.dtype),
-        length=sum(arrays.num_elements(value) for value in like),
+        length=sum(map(arrays.num_elements, like)),
         shape=first.shape if len({value.shape for value in like}) == 1 else None,
     )
 

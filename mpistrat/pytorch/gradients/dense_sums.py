@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from mpistrat.pytorch.gradients.buckets import cut
 from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
+
+_GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 
 
 class DenseSums:
@@ -44,14 +47,12 @@ class DenseSums:
         Returns: the sums by slot, multiplied by the backward's `scale`. A parameter that this rank's replicas have
             not used counts as zeros.
         """
-        step = steps[0]
-        parameters = step.parameters
-        gradients = [backward.gradients for backward in steps]
-        reduction = functools.partial(self._reduction, step)
-        if all(parameters[slot].is_cpu for slot in slots):
+        step, parameters = steps[0], steps[0].parameters
+        how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
+        if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
             self.spent = step.gradients
-            return self._all_reduce_packs(self._packer, parameters, slots, gradients, reduction)
-        return self._on_device(slots, steps, gradients, reduction)
+            return self._all_reduce_packs(self._packer, parameters, slots, *how)
+        return self._on_device(slots, steps, *how)
 
     def _on_device(
         self, slots: list[int], steps: list[ReplicaBackward], *how: Any
@@ -61,19 +62,16 @@ class DenseSums:
         Gradients of GPUs are summed up in several packs, one after the other. A rank of one replica frees a pack's
         gradients after its sum, so that the next pack uses their memory. Gradients of XLA devices are in one call.
         """
-        step = steps[0]
-        parameters = step.parameters
+        step, parameters = steps[0], steps[0].parameters
         parts = [slots]
         if any(is_on_gpu(parameters[slot]) for slot in slots):
-            nbytes = self._options.bytes_per_pack
-            if not nbytes:
-                nbytes = bucket_bytes(parameters[slot] for slot in slots)
-            parts = cut(slots[::-1], parameters, nbytes)
+            like = map(parameters.__getitem__, slots)
+            parts = cut(slots[::-1], parameters, self._options.bytes_per_pack or bucket_bytes(like))
         sums: dict[int, torch.Tensor] = {}
         for part in parts:
             sums |= self._all_reduce_packs(self._packer, parameters, part, *how)
             if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
-                let_go(step.gradients[slot] for slot in part)
+                let_go(map(step.gradients.__getitem__, part))
                 for slot in part:
                     step.gradients[slot] = parameters[slot].grad = None
         return sums
