@@ -157,10 +157,10 @@ class StateComparison:
 
 
 def _some(names: list[str]) -> str:
-    told = names[:_MOST_TOLD]
+    shown = names[:_MOST_TOLD]
     if len(names) > _MOST_TOLD:
-        told.append("…")
-    return ", ".join(told)
+        shown.append("…")
+    return ", ".join(shown)
 
 
 class Copies:

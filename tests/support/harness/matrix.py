@@ -30,8 +30,7 @@ def stages(mode: str) -> Iterator[Stage]:
         return
     # The longest first: the others fill the cores meanwhile.
     if mode != "quick":
-        slurm = [*launch, "-m", _both(choice, "slurm"), *_TWO]
-        yield Stage("slurm", pytest=slurm, beside_others=True)
+        yield Stage("slurm", pytest=[*launch, "-m", _both(choice, "slurm")], beside_others=True)
         yield from _xla_alone(choice, full=mode == "full")
     yield Stage("unit", pytest=["tests/unit", "-m", choice, *_TWO], beside_others=True)
     yield from _static()
