@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 
@@ -268,6 +269,16 @@ class TopologyError(RuntimeError):
 
     Troubleshooting: TopologyError
     """
+
+
+def listed(ranks: Sequence[int], most: int | None = None) -> str:
+    """Return ranks as text, for messages: "rank 3", "ranks 1, 2". Only the first `most` ranks are in it."""
+    shown = ", ".join(str(rank) for rank in ranks[:most])
+    if most is not None and len(ranks) > most:
+        shown += ", …"
+    if len(ranks) == 1:
+        return f"rank {shown}"
+    return f"ranks {shown}"
 
 
 def counted(number: int, noun: str) -> str:

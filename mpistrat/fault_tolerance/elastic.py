@@ -22,7 +22,7 @@ from mpistrat.checkpoint.shards import check_whole
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.context import leaving_what_is_entered
-from mpistrat.errors import TooFewReplicasError
+from mpistrat.errors import TooFewReplicasError, listed
 from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.ending.program_exit import remember_raised
 from mpistrat.machine.notices import tell
@@ -296,10 +296,8 @@ class Elastic:
     def _tell(self, comm: MPI.Intracomm) -> None:
         if self._loss is not None and comm.rank == 0:
             lost, size, noticed = self._loss
-            noun = "rank" if len(lost) == 1 else "ranks"
-            numbers = ", ".join(str(rank) for rank in sorted(lost))
             tell(
-                f"{comm.size} of {size} ranks go on after step {self.step} without {noun} {numbers}, "
+                f"{comm.size} of {size} ranks go on after step {self.step} without {listed(sorted(lost))}, "
                 f"{time.monotonic() - noticed:.2f} s after the loss was noticed"
             )
         self._loss = None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import IO, Any
 
+from mpistrat.errors import listed
 from mpistrat.machine.private_files import create
 from mpistrat.trace.clocks import Alignment, Comparison
 from mpistrat.trace.timeline import HEADER_VERSION, header_of, part_of
@@ -69,7 +70,7 @@ class Merged:
         }
         for text, ranks in lacks.items():
             if ranks:
-                lack = text.format(ranks=_ranks(ranks), first=self.ranks[0])
+                lack = text.format(ranks=listed(ranks), first=self.ranks[0])
                 lines.append(f"  {lack}")
         return "\n".join(lines)
 
@@ -170,13 +171,6 @@ def _ranks_in(folder: str) -> list[int]:
     except FileNotFoundError:
         return []
     return sorted(int(match[1]) for match in found if match)
-
-
-def _ranks(ranks: _Ranks) -> str:
-    numbers = ", ".join(str(rank) for rank in ranks)
-    if len(ranks) > 1:
-        return f"ranks {numbers}"
-    return f"rank {numbers}"
 
 
 def _unchanged(time: int) -> int:

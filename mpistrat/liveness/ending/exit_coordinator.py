@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpistrat.errors import listed
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.records.watch import has_not_come
 
@@ -117,11 +118,8 @@ def _never_comes(missing: list[Left], waits: Waits) -> str:
     first, *more = missing
     others = ""
     if more:
-        ranks = ", ".join(str(left.rank) for left in more[:8])
-        if len(more) > 8:
-            ranks += ", …"
-        noun = "rank" if len(more) == 1 else "ranks"
-        others = f" (so did {noun} {ranks})"
+        ranks = [left.rank for left in more]
+        others = f" (so did {listed(ranks, most=8)})"
     made = first.calls[waits.communicator]
     advice = waits.raised or _ADVICE
     return (

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 
+from mpistrat.errors import listed
 from mpistrat.liveness import deadlines, processes
 from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.processes import (
@@ -23,6 +24,7 @@ from mpistrat.liveness.records.record import CallEntry
 
 _MOST_FRAMES = 12
 _MOST_RANKS = 24  # the most ranks that a report describes one by one
+_MOST_LISTED = 16  # the most ranks in a list of numbers
 _BUSY = 0.1  # a rank that uses so much of a core is busy: it may have to share the core
 # The function of `mpistrat run` that starts programs, through runpy.
 _STARTS_PROGRAMS = "_run_as_main"
@@ -90,7 +92,7 @@ def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterabl
     missing = sorted([*elsewhere, *here])
     if missing:
         have = "has" if len(missing) == 1 else "have"
-        return f"{_numbers(missing)} {have} not come to it"
+        return f"{listed(missing, most=_MOST_LISTED)} {have} not come to it"
     if not suspects:
         return ""
     return f"{_ranks(suspects)} entered it, and does not go on"
@@ -324,16 +326,8 @@ def _wait(ranks: list[ObservedRank]) -> str:
 
 
 def _ranks(ranks: list[ObservedRank]) -> str:
-    return _numbers(sorted(rank.number for rank in ranks))
-
-
-def _numbers(numbers: list[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:16])
-    if len(numbers) > 16:
-        shown += ", ..."
-    if len(numbers) > 1:
-        return f"ranks {shown}"
-    return f"rank {shown}"
+    numbers = sorted(rank.number for rank in ranks)
+    return listed(numbers, most=_MOST_LISTED)
 
 
 class StackRequest:
