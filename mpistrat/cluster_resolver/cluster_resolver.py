@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
-from mpistrat.cluster_resolver.roles.task_roles import id_in_cluster, worker_addresses
+from mpistrat.cluster_resolver.task_roles import id_in_cluster, worker_addresses
 from mpistrat.machine.devices import num_accelerators
 from mpistrat.machine.gpus import visible_gpus
 from mpistrat.topology import Topology

@@ -7,7 +7,7 @@ import importlib.util
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.roles.task_roles import task_count
+from mpistrat.cluster_resolver.task_roles import task_count
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mpistrat.cluster_resolver.roles.task_roles import Cluster
+from mpistrat.cluster_resolver.task_roles import Cluster
 from mpistrat.compat.v1 import strategy as v1
 from mpistrat.compat.v1.datasets import BatchesOfWorker
 from mpistrat.input import DistributedIterator

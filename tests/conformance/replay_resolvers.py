@@ -18,8 +18,8 @@ from mpistrat.cluster_resolver import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,
+    task_roles,
 )
-from mpistrat.cluster_resolver.roles import task_roles
 from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
 
 Case = dict[str, Any]

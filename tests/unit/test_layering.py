@@ -56,250 +56,6 @@ LAYERS = (
     ("errors",),
 )
 
-# The same inside a room, by the files and packages that a floor begins with; the longest name decides.
-FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "checkpoint": (
-        ("checkpoint_manager",),
-        (
-            "followers",
-            "saving",
-            "snapshots",
-            "stored_checkpoint",
-        ),
-        ("checkpoint",),
-        (
-            "object_states",
-            "random_states",
-        ),
-        ("replica_states",),
-        ("directory",),
-        ("state_tree",),
-        (
-            "shards",
-            "tensor_file",
-        ),
-        (
-            "manifest",
-            "directory_lock",
-        ),
-        ("durable_files",),
-        (
-            "failures",
-            "lazy_mapping",
-            "schema",
-        ),
-    ),
-    "cluster_resolver": (
-        ("roles",),
-        (
-            "union",
-            "simple",
-            "gce",
-            "kubernetes",
-            "tpu",
-            "slurm",
-            "tf_config",
-        ),
-        ("listed_tasks",),
-        ("mpi",),
-        ("cluster_resolver",),
-        ("roles.task_roles",),
-        ("cluster_spec",),
-        (
-            "launcher_abort",
-            "pair_of_processes",
-            "torchrun",
-            "metadata_server",
-        ),
-        ("launcher",),
-    ),
-    "communicators": (
-        ("of_resolver",),
-        ("construction",),
-        ("transports.accelerator.gpu_transports",),
-        ("transports.accelerator.library_dispatcher",),
-        ("transports.accelerator",),
-        ("transports.accelerator.buffers",),
-        (
-            "transports.accelerator.collective_group",
-            "transports.accelerator.pending_calls",
-        ),
-        (
-            "transports.accelerator.library",
-            "transports.accelerator.torch_groups",
-        ),
-        ("transports",),
-        ("costs",),
-        (
-            "router",
-            "local",
-            "communication_thread",
-        ),
-        ("known_calls",),
-        ("communicator",),
-        ("contract",),
-        ("node",),
-        ("transport",),
-        ("operand_checks",),
-        ("reduction",),
-        (
-            "host_views",
-            "recycled_buffers",
-            "graph_capture",
-            "torch_store",
-        ),
-    ),
-    "input": (
-        ("preparing",),
-        ("distribution",),
-        ("distributed_dataset",),
-        (
-            "agreed_steps",
-            "device_copies",
-        ),
-        (
-            "file_reader",
-            "torch_loader",
-        ),
-        (
-            "readers",
-            "dataset_identity",
-        ),
-        (
-            "datasets",
-            "dropped_examples",
-        ),
-        (
-            "batches",
-            "random_state",
-            "worker_processes",
-            "shards",
-        ),
-        (
-            "batch_structure",
-            "splitting",
-            "element_spec",
-            "generator_states",
-            "input_context",
-            "prefetch",
-        ),
-    ),
-    "liveness": (
-        ("ending",),
-        ("observer",),
-        ("waiting",),
-        ("records",),
-        (
-            "bounded_waits",
-            "call_site",
-            "error_text",
-            "processes",
-            "revocable_group",
-        ),
-        ("deadlines",),
-    ),
-    "parameter_server": (
-        ("strategies",),
-        ("job",),
-        ("modules",),
-        ("coordinator",),
-        ("client",),
-        ("server",),
-        ("protocol",),
-        ("rpc",),
-    ),
-    "pytorch": (
-        ("mirroring",),
-        ("optimizers",),
-        ("gradients",),
-        ("shared_parameters",),
-        ("watch.watch",),
-        ("watch.compared",),
-        ("watch",),
-        (
-            "conversion",
-            "virtual_replicas",
-        ),
-        (
-            "sync_batch_norm",
-            "writes_by_hand",
-        ),
-        ("modules", "other_classes"),
-        ("hooks",),
-        (
-            "compilation",
-            "elementwise_optimizers",
-            "metrics",
-        ),
-    ),
-    "tools": (
-        ("verify.command",),
-        ("verify.runs", "verify.report"),
-        ("verify.rank_process", "verify.causes"),
-        ("verify.torch_steps", "verify.variable_rounds", "verify.comparison"),
-        ("verify",),
-        ("init.command",),
-        ("init",),
-        ("timeline",),
-        ("bench.__main__",),
-        ("bench.command",),
-        ("bench.command_line",),
-        ("bench",),
-        ("bench.sweep",),
-        (
-            "bench.operations",
-            "bench.peers",
-        ),
-        (
-            "bench.work",
-            "bench.examples",
-        ),
-        ("bench.models",),
-        (
-            "bench.report",
-            "bench.pictures",
-        ),
-        ("bench.device",),
-        ("bench.rounds",),
-        ("doctor.command",),
-        ("doctor.rank_process",),
-        ("doctor",),
-        ("doctor.cuda_driver",),
-        ("doctor.children",),
-        ("doctor.finding",),
-        ("doctor.facts",),
-    ),
-    "torch_distributed": (
-        ("run",),
-        (
-            "backend",
-            "default_backend",
-        ),
-        (
-            "default_group",
-            "process_group",
-            "rendezvous",
-            "tracing",
-        ),
-        (
-            "collectives",
-            "communicator_pool",
-            "compilation",
-            "native",
-            "next_group",
-        ),
-        (
-            "messages",
-            "reductions",
-        ),
-        (
-            "tensors",
-            "work",
-        ),
-        ("after_backward",),
-    ),
-}
-
 LONGEST_CHAIN = 18
 
 FIRST_USE = f"{PACKAGE}.machine.first_use"
@@ -375,31 +131,29 @@ def test_imports_go_down(loading: Imports) -> None:
     assert not wrong, "imports that go up:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("room", FLOORS)
-def test_imports_go_down_inside_a_room(loading: Imports, room: str) -> None:
-    line = {name: i for i, floor in enumerate(FLOORS[room]) for name in floor}
-    inside = f"{PACKAGE}.{room}."
-    line_of = {
-        module: line[max((f for f in line if stands_in(name, f)), key=len)]
-        for module in loading
-        if (name := module.removeprefix(inside)) != module
-    }
-    line_of[f"{PACKAGE}.{room}"] = -1  # above all floors: its names may come from any of them
-    wrong = [
-        f"{importer} -> {imported}"
-        for importer in sorted(line_of)
-        for imported in sorted(loading[importer] & line_of.keys())
-        if line_of[importer] > line_of[imported]
-    ]
-    assert not wrong, "imports that go up:\n" + "\n".join(wrong)
-
-
-def stands_in(name: str, package: str) -> bool:
-    return f"{name}.".startswith(f"{package}.")
-
-
 def test_no_imports_go_round(written: Imports) -> None:
     assert in_circles(written) == set()
+
+
+def test_no_folders_go_round_inside_a_room(loading: Imports) -> None:
+    """The files and folders of a folder have an order, too, though no list says it."""
+    beside: Imports = {}
+    for importer in loading.keys() - {PACKAGE}:
+        for name in loading[importer] - {PACKAGE}:
+            child, other = where_they_part(importer, name)
+            if room_of(child) == room_of(other):
+                beside.setdefault(child, set()).add(other)
+                beside.setdefault(other, set())
+    assert in_circles(beside) == set()
+
+
+def where_they_part(importer: str, imported: str) -> tuple[str, str]:
+    """The files or folders, in the innermost folder of both modules, that hold one and the other."""
+    these, others = importer.split("."), imported.split(".")
+    alike = 0
+    while these[alike : alike + 1] == others[alike : alike + 1]:
+        alike += 1
+    return ".".join(these[: alike + 1]), ".".join(others[: alike + 1])
 
 
 def in_circles(imports: Imports) -> set[str]:

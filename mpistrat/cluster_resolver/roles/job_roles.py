@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from mpistrat.cluster_resolver import task_roles
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.roles import task_claims, task_roles
+from mpistrat.cluster_resolver.roles import task_claims
 from mpistrat.cluster_resolver.slurm.resolver import own_component
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.roles.task_roles import TASK_TYPES, task_count
+from mpistrat.cluster_resolver.task_roles import TASK_TYPES, task_count
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
 from mpistrat.settings import Environment

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
 from mpistrat.cluster_resolver.roles.job_roles import JobRoles, job_roles
-from mpistrat.cluster_resolver.roles.task_roles import Cluster, normalize_cluster_spec
+from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
 from mpistrat.cluster_resolver.tf_config import TFConfigClusterResolver
 from mpistrat.communicators.communicator import Communicator, RaisingOnAll
 from mpistrat.communicators.of_resolver import communicator_of

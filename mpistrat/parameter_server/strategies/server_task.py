@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
-from mpistrat.cluster_resolver.roles.task_roles import ServerDef, make_server_def
+from mpistrat.cluster_resolver.task_roles import ServerDef, make_server_def
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.parameter_server.job.joining import join_job
 from mpistrat.parameter_server.strategies.coordinated_strategy import ParameterServerStrategy

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.roles.job_roles import check_num_ps, works_alone
-from mpistrat.cluster_resolver.roles.task_roles import Cluster
+from mpistrat.cluster_resolver.task_roles import Cluster
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import RunOptions

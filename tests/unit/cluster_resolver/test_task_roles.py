@@ -3,7 +3,7 @@
 import pytest
 
 from mpistrat.cluster_resolver import ClusterSpec
-from mpistrat.cluster_resolver.roles import task_roles as roles
+from mpistrat.cluster_resolver import task_roles as roles
 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"]}
 
