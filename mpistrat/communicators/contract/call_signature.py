@@ -17,9 +17,14 @@ LINE_BITS = 16
 # A signature keeps the texts of this many lines that make the call; at more lines it forgets all and makes them again.
 _MOST_SITES = 256
 
+_Site = tuple[str, str, int]  # file, function, line
+_Text = tuple[
+    bytes, int, int
+]  # the text for the rank's record, how many of its bytes name the call, the stamp
 
-class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int, int]]):
-    """From the line of the program that makes a call, (file, function, line), to the call's text and its stamp.
+
+class _TextsOfCall(dict[_Site, _Text]):
+    """From the line of the program that makes a call to the call's text and its stamp.
 
     The text is for the rank's record. The stamp is `digest`, and above it a hash of the line. Missing ones are made at
     their first use.
@@ -29,11 +34,12 @@ class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int, int]]):
         self._words = words
         self._digest = digest
 
-    def __missing__(self, site: tuple[str, str, int]) -> tuple[bytes, int, int]:
+    def __missing__(self, site: _Site) -> _Text:
         if len(self) == _MOST_SITES:
             self.clear()
         file, function, line = site
-        text, call_bytes = text_of(describe(self._words), f"{file}:{line} in {function}")
+        place = f"{file}:{line} in {function}"
+        text, call_bytes = text_of(describe(self._words), place)
         line_hash = zlib.crc32(text[call_bytes:]) % (1 << LINE_BITS)
         self[site] = text, call_bytes, line_hash << DIGEST_BITS | self._digest
         return self[site]
@@ -77,9 +83,11 @@ def describe(words: tuple[Any, ...]) -> str:
         return f"raised {message}"
     if f"{operation}()" in rest:  # the user's call has no operands
         return f"{operation}()"
-    if rest[:1] == ["sum"] and any(str(w).startswith(("MEAN", "SUM of mean ")) for w in rest):
+    of_mean = any(str(word).startswith(("MEAN", "SUM of mean ")) for word in rest)
+    if of_mean and rest[0] == "sum":
         rest[0] = "mean"  # the user asked for a mean: a sum that each rank divides
-    return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
+    listed = ", ".join(str(part) for part in rest if part != "")
+    return f"{operation}({listed})"
 
 
 def mismatch(calls: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveMismatchError:
@@ -96,7 +104,9 @@ def mismatch(calls: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveM
     raised = ""
     for (words, site), same in itertools.groupby(calls):
         end = start + len(list(same))
-        ranks = f"rank {start}" if end == start + 1 else f"ranks {start}-{end - 1}"
+        ranks = f"rank {start}"
+        if end > start + 1:
+            ranks = f"ranks {start}-{end - 1}"
         lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
         if words[0] == "raise":
             _, kind, message = words

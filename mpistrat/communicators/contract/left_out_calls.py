@@ -8,7 +8,7 @@ other rank comes at its next call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 
 from mpistrat.liveness.records.watch import CommunicatorWatch
 
@@ -55,9 +55,10 @@ def left_out(mine: Sequence[str], others: Sequence[str]) -> tuple[str, str] | No
         return None
     first = pairs[steps]
     before = pairs[steps + 1 : steps + 2]
-    were_together = len(set(chain(*before))) < 2
-    lines = set(chain(*pairs[: steps + 1]))
+    were_together = len(set().union(*before)) < 2
+    lines = set().union(*pairs[: steps + 1])
     # The other rank makes its calls as before, but for one that it makes twice.
     if len(lines) < steps + 2:
-        were_together = steps >= _STEPS_IN_LOOP and (first[1], first[1]) in before
+        _, instead = first
+        were_together = steps >= _STEPS_IN_LOOP and (instead, instead) in before
     return first if were_together else None

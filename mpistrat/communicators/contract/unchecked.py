@@ -107,7 +107,9 @@ class Unchecked:
 
     def has_lost_a_rank(self) -> bool:
         """Whether this rank knows that a rank has failed and the other ranks go on without it. Not collective."""
-        group = None if self.watch is None else self.watch.revocable_group
+        if self.watch is None:
+            return False
+        group = self.watch.revocable_group
         return group is not None and group.lost
 
     def seconds_waited(self, last: int = 60) -> float:
@@ -120,7 +122,9 @@ class Unchecked:
 
         Returns: 0.0 where calls are not recorded.
         """
-        return 0.0 if self.watch is None else self.watch.record.seconds_waited(last)
+        if self.watch is None:
+            return 0.0
+        return self.watch.record.seconds_waited(last)
 
 
 UNCHECKED = Unchecked()

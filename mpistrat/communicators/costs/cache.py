@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import time
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
         oldest = time.time() - deadlines.COSTS_LIVE
         newest = time.time() + deadlines.COSTS_MAY_BE_AHEAD
         recent = [observation for observation in found if oldest < observation.when < newest]
-        return sorted(recent, key=attrgetter("when"))
+        return sorted(recent, key=lambda observation: observation.when)
     except Exception:  # of any class: another program may have written the file, or half of it
         return []
 

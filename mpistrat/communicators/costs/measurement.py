@@ -134,8 +134,10 @@ class Costs:
 
     def explain(self) -> str:
         """Return a line of text for each route, and a line that says where the costs come from."""
-        lines = [f"    {way}: {cost}" for way, cost in self.routes.items()]
-        return "\n".join([*lines, f"    {self.origin}"])
+        text = ""
+        for way, cost in self.routes.items():
+            text += f"    {way}: {cost}\n"
+        return f"{text}    {self.origin}"
 
     def explain_from(self, *borders: float) -> str:
         """Return text for people: the sizes for a route, and the costs.
@@ -147,8 +149,8 @@ class Costs:
             return "once something large has been combined"
         starts = [f"from {border:.0f}" for border in borders[::2] if border < math.inf]
         ends = [f"to {border:.0f} bytes" for border in borders[1::2]]
-        pairs = itertools.zip_longest(starts, ends, fillvalue="bytes on")
-        ranges = " and ".join(f"{start} {end}" for start, end in pairs)
+        ends.append("bytes on")
+        ranges = " and ".join(f"{start} {end}" for start, end in zip(starts, ends, strict=False))
         return f"{ranges or 'never'}; of S bytes an all-reduce takes\n{self.explain()}"
 
 
@@ -212,6 +214,8 @@ def costs_of(
         *communicator.all_gather_object((cores, caches_of(cpus), distance())), strict=True
     )
     here = max(distances)
+    nodes = Counter(cores_of_ranks)
+    caches = Counter(itertools.chain(*caches_of_ranks))
     key = {
         "ways": sorted(routes),
         "mpi": mpi,
@@ -219,11 +223,8 @@ def costs_of(
         "ranks_of_nodes": sorted(ranks_of_nodes),
         "abreast": abreast,
         "memory": [memory.name, *memory.sizes],
-        "nodes": sorted([*cores, ranks] for cores, ranks in Counter(cores_of_ranks).items()),
-        "caches": sorted(
-            [name.split()[0], ranks]
-            for name, ranks in Counter(itertools.chain(*caches_of_ranks)).items()
-        ),
+        "nodes": sorted([*cores, ranks] for cores, ranks in nodes.items()),
+        "caches": sorted([name.split()[0], ranks] for name, ranks in caches.items()),
     }
     first = communicator.rank == 0
     kept = _kept(key, here) if first else []
@@ -246,17 +247,20 @@ def _known(kept: Sequence[Observation], key: dict[str, Any], here: float) -> Cos
     there, costs = costs_of_this_job.get(repr(key), (math.inf, None))
     if costs is not None and are_near(here, there):
         return costs
-    return _fitted(kept, key, f"measured {_read(kept, key)}") if suffice(kept) else None
+    if suffice(kept):
+        return _fitted(kept, key, f"measured {_read(kept, key)}")
+    return None
 
 
 def _kept(key: dict[str, Any], here: float) -> list[Observation]:
     """Return the measurements of earlier jobs that fit `key`, at about the distance `here`, the newest last."""
+    most_sizes = len(key["memory"]) - 1
     return [
         observation
         for observation in cache.read(_folder(), key)
         if are_near(observation.distance, here)
         and observation.seconds.keys() == set(key["ways"])
-        and all(1 < len(times) < len(key["memory"]) for times in observation.seconds.values())
+        and all(1 < len(times) <= most_sizes for times in observation.seconds.values())
     ]
 
 
@@ -306,13 +310,15 @@ def measure(
         if not size:
             rounds.append([])
         turns = list(enumerate(routes.items()))[:: (-1) ** number]
-        calls = _calls(buffer.nbytes, [rows[size] for rows in rounds[:-1]])
+        before = [rows[size] for rows in rounds[:-1]]
+        calls = _calls(buffer.nbytes, before)
         took = np.empty((calls, len(routes)))
-        for (i, (name, route)), call in itertools.product(turns, range(calls)):
-            took[call, i], on_core = _timed(route, buffer, communicator)
-            if name not in asleep:
-                awake += took[call, i]
-                ran += on_core
+        for i, (name, route) in turns:
+            for call in range(calls):
+                took[call, i], on_core = _timed(route, buffer, communicator)
+                if name not in asleep:
+                    awake += took[call, i]
+                    ran += on_core
         apart = distance()
         elapsed = time.perf_counter() - started
         slowest = np.append(took, [apart, elapsed])
@@ -322,7 +328,9 @@ def measure(
         distances.append(slowest[-2])
         if slowest[-1] >= seconds:
             break
-    share = np.array(ran / awake if awake else 1.0)
+    share = np.array(1.0)
+    if awake:
+        share[...] = ran / awake
     communicator.all_reduce(share, "min")
     stayed = are_near(here, float(np.median(distances)))
     return Measured(_times_of(rounds, len(buffers)), float(share), stayed)
@@ -353,9 +361,11 @@ def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
     """
     first, *later = rounds
     whole = [times for times in later if len(times) == sizes]
-    warm = [*itertools.chain(*later[:1])]
+    if whole:
+        return np.array(whole)
+    warm = later[0] if later else []
     cold = first[len(warm) :]
-    return np.array(whole or [[*warm, *cold]])
+    return np.array([[*warm, *cold]])
 
 
 def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
@@ -421,7 +431,8 @@ def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: st
     least = least_of(observations)
     sizes = key["memory"][1:]
     # One line cannot fit both times in the caches and times in memory.
-    few = max(2, sum(size <= SIZES[-1] for size in sizes))
+    in_caches = sum(size <= SIZES[-1] for size in sizes)
+    few = max(2, in_caches)
     lines: dict[str, Cost] = {}
     for way, times in least.items():
         most = min(few, len(times))
@@ -435,16 +446,18 @@ def _folder() -> str:
 
 
 def _limit(key: dict[str, Any]) -> float:
-    one_node = len(key["ranks_of_nodes"]) == 1
-    return deadlines.RANK_MEASURES_ON_NODE if one_node else deadlines.RANK_MEASURES_BETWEEN_NODES
+    if len(key["ranks_of_nodes"]) == 1:
+        return deadlines.RANK_MEASURES_ON_NODE
+    return deadlines.RANK_MEASURES_BETWEEN_NODES
 
 
 def _read(kept: Sequence[Observation], key: dict[str, Any]) -> str:
     """Return text on the earlier jobs, for people: "2026-01-31 12:00 UTC, in 3 earlier jobs, read from ~/.cache/…"."""
     path = cache.path_of(_folder(), key)
     home = os.path.expanduser("~")
-    shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
-    return f"{_date(kept[-1].when)}, in {len(kept)} earlier jobs, read from {shown}"
+    if path.startswith(f"{home}/"):
+        path = path.replace(home, "~", 1)
+    return f"{_date(kept[-1].when)}, in {len(kept)} earlier jobs, read from {path}"
 
 
 def _date(seconds: float) -> str:

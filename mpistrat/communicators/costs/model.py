@@ -50,7 +50,9 @@ class Cost:
         return later / gain
 
     def __str__(self) -> str:
-        speed = f" ({1e-9 / self.beta:.3g} GB/s)" if self.beta else ""
+        speed = ""
+        if self.beta:
+            speed = f" ({1e-9 / self.beta:.3g} GB/s)"
         microseconds = self.alpha * 1e6
         nanoseconds = self.beta * 1e9
         percent = 100 * self.error

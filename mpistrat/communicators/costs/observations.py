@@ -40,8 +40,7 @@ class Observation:
 
     def is_possible(self) -> bool:
         """Whether clocks can have given these numbers: times are positive and finite, and the distance not negative."""
-        measured = itertools.chain(*self.seconds.values())
-        times = np.array([self.when, *measured])
+        times = np.concatenate([[self.when], *self.seconds.values()])
         are_times = 0 < times.min() <= times.max() < math.inf
         return bool(self.distance >= 0 and are_times)
 

@@ -55,13 +55,13 @@ class Blocks(Exchange):
         self._size = len(segments)
         self._watch = watch
         self.unbroken = Unbroken("share memory with others")
-        self._words = [memoryview(segment[:PAGE].data).cast("q") for segment in segments]
+        self._words = [segment[:PAGE].data.cast("q") for segment in segments]
         self._others = sorted({*range(self._size)} - {rank})
         self._peers = [self._words[peer] for peer in self._others]
         self._own_first = [rank, *self._others]
         self._slots = slots = [
-            [segment[PAGE + i * _BLOCK : PAGE + (i + 1) * _BLOCK] for segment in segments]
-            for i in range(_SLOTS)
+            [segment[first : first + _BLOCK] for segment in segments]
+            for first in range(PAGE, self.NBYTES, _BLOCK)
         ]
         self._ticks = 0
 
@@ -117,19 +117,24 @@ class Blocks(Exchange):
         takers = takers or self._own_first
         width = _width(self._size, int(buffer.nbytes)) // how.itemsize
         step = width * self._size
+        own_place = rank * width
         with self.unbroken:
             for start in range(0, len(source) + step, step):
-                room = slots[self._ticks % _SLOTS]
+                room = slots[self._ticks % _SLOTS][rank]
                 brought = slots[(self._ticks - 1) % _SLOTS]
                 for peer in self._others:
-                    part = source[start + peer * width : start + (peer + 1) * width]
-                    room[rank][peer * width : peer * width + len(part)] = part
+                    place = peer * width
+                    begin = start + place
+                    part = source[begin : begin + width]
+                    room[place : place + len(part)] = part
                 before = start - step
-                first = before + rank * width
+                first = before + own_place
                 if 0 <= first < len(source):
-                    pieces = [source[first : first + width]] * self._size
+                    own = source[first : first + width]
+                    own_part = slice(own_place, own_place + len(own))
+                    pieces = [own] * self._size
                     for peer in self._others:
-                        pieces[peer] = brought[peer][rank * width :][: len(pieces[rank])]
+                        pieces[peer] = brought[peer][own_part]
                     results = pieces.copy()
                     results[rank] = target[first : first + width]
                     how.combine(pieces, results[takers[0]], scale)
@@ -137,9 +142,12 @@ class Blocks(Exchange):
                         results[taker][:] = results[takers[0]]
                 self.tick()
                 if start and rank in takers:
+                    combined = brought[rank]
                     for peer in self._others:
-                        part = target[before + peer * width : before + (peer + 1) * width]
-                        part[:] = brought[rank][peer * width : peer * width + len(part)]
+                        place = peer * width
+                        begin = before + place
+                        part = target[begin : begin + width]
+                        part[:] = combined[place : place + len(part)]
 
     def reduce(self, operands: Operands) -> None:
         self.all_reduce(operands, [operands.root])
@@ -147,7 +155,8 @@ class Blocks(Exchange):
     def reduce_scatter(self, operands: Operands) -> None:
         source = bytes_of(operands.buffer)
         how = how_to_combine(operands.buffer.dtype, operands.reduction.op)
-        bounds = share_of(len(source), len(source) // self._size, self._size)
+        part_bytes = len(source) // self._size
+        bounds = share_of(len(source), part_bytes, self._size)
         self.combine_slice(how, source, bounds, how.view(bytes_of(operands.target)))
 
     def combine_slice(
@@ -163,37 +172,44 @@ class Blocks(Exchange):
         """
         width = _width(self._size)
         first, end = bounds[self.rank]
-        blocks = -(-max(stop - start for start, stop in bounds) // width)
+        longest = max(stop - start for start, stop in bounds)
+        blocks = -(-longest // width)
+        place = self.rank * width
         with self.unbroken:
             for i in range(blocks + 1):
                 if i < blocks:
-                    rest = [(start + i * width, stop) for start, stop in bounds]
-                    self._bring(source, rest, width)
+                    self._bring(source, bounds, i * width, width)
                 start = first + (i - 1) * width
                 if i > 0 and start < end:
-                    last = min(start + width, end)
-                    part = source[start:last]
-                    place = self.rank * width
+                    part = source[start : min(start + width, end)]
+                    own = how.view(part)
+                    own_place = slice(place, place + len(part))
                     slots = self._slots[(self._ticks - 1) % _SLOTS]
-                    pieces = [how.view(slot[place : place + len(part)]) for slot in slots]
-                    pieces[self.rank] = how.view(part)
+                    pieces = [how.view(slot[own_place]) for slot in slots]
+                    pieces[self.rank] = own
                     begin = (i - 1) * width // how.itemsize
-                    how.combine(pieces, out[..., begin : begin + len(part) // how.itemsize], None)
+                    total = out[..., begin : begin + len(own)]
+                    how.combine(pieces, total, None)
                 self.tick()
 
-    def _bring(self, source: np.ndarray, bounds: Sequence[tuple[int, int]], width: int) -> None:
+    def _bring(
+        self, source: np.ndarray, bounds: Sequence[tuple[int, int]], offset: int, width: int
+    ) -> None:
         """Copy the next bytes for each other rank, up to `width` bytes each, to this rank's block before the next tick.
 
         Args:
             source: this rank's buffer, as bytes.
-            bounds: for each rank, the first of the bytes in `source` still to be copied for it, and the end.
+            bounds: for each rank, the index of the first byte in `source` for it, and the index after its last.
+            offset: so many bytes of each rank's part are not copied, because they were copied before.
             width: bytes of the block that belong to each rank.
         """
         slot = self._slots[self._ticks % _SLOTS][self.rank]
         for peer in self._others:
             start, stop = bounds[peer]
+            start += offset
+            place = peer * width
             part = source[start : min(start + width, stop)]
-            slot[peer * width : peer * width + len(part)] = part
+            slot[place : place + len(part)] = part
 
     def broadcast(self, operands: Operands) -> None:
         memory = bytes_of(operands.buffer)
@@ -212,23 +228,27 @@ class Blocks(Exchange):
         """Exchange rows: each block has a part for every rank. `operands.starts` must not be None."""
         source = bytes_of(operands.buffer)
         target = bytes_of(operands.target)
-        starts = np.array(operands.starts) * operands.row_bytes
+        row_bytes = operands.row_bytes
+        starts = np.array(operands.starts) * row_bytes
         lengths = np.diff(starts)
         width = _BLOCK // self._size
         bounds = list(itertools.pairwise(starts[self.rank].tolist()))
-        parts = np.split(target, np.cumsum(operands.received)[:-1] * operands.row_bytes)
+        ends = np.cumsum(operands.received) * row_bytes
+        parts = np.split(target, ends[:-1])
         first, end = bounds[self.rank]
         _copy(source[first:end], parts[self.rank])
         np.fill_diagonal(lengths, 0)
+        place = self.rank * width
         with self.unbroken:
             for start in range(0, lengths.max(), width):
                 slots = self._slots[self._ticks % _SLOTS]
-                self._bring(source, [(first + start, end) for first, end in bounds], width)
+                self._bring(source, bounds, start, width)
                 self.tick()
                 for peer in self._others:
-                    arrived = min(lengths[peer, self.rank] - start, width)
-                    place = self.rank * width
-                    _copy(slots[peer][place : place + max(0, arrived)], parts[peer][start:])
+                    rest = lengths[peer, self.rank] - start
+                    arrived = max(0, min(rest, width))
+                    brought = slots[peer][place : place + arrived]
+                    _copy(brought, parts[peer][start:])
 
     def all_gather_into(self, operands: Operands) -> None:
         parts = list(bytes_of(operands.target).reshape(self._size, -1))
@@ -271,4 +291,7 @@ def _width(size: int, nbytes: int | None = None) -> int:
     Args: nbytes: bytes of the whole buffer; a small buffer is divided equally. None: the buffer is large.
     """
     width = max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
-    return width if nbytes is None else min(width, max(64, -(-nbytes // (size * 64)) * 64))
+    if nbytes is None:
+        return width
+    cache_lines = -(-nbytes // (size * 64))
+    return min(width, max(64, cache_lines * 64))

@@ -160,14 +160,17 @@ class CommonMemory:
                 return None, why
             contributions = segments
         memory = None
-        descriptor, why = (
-            shared_memory.new_file(nbytes, rank, populate=False) if rank == 0 else (-1, "")
-        )
-        pid, number, failure = all_gather_object((os.getpid(), descriptor, why))[0]
+        descriptor = -1
+        why = ""
+        if rank == 0:
+            descriptor, why = shared_memory.new_file(nbytes, rank, populate=False)
+        files = all_gather_object((os.getpid(), descriptor, why))
+        pid, number, failure = files[0]
         try:
             if not failure:
                 if rank != 0:
-                    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+                    path = f"/proc/{pid}/fd/{number}"
+                    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 memory = CommonMemory(descriptor, nbytes, bounds, contributions, blocks, across)
                 why = memory._try()
         except (OSError, ValueError) as error:
@@ -176,7 +179,9 @@ class CommonMemory:
         failure = shared_memory.first_failure(all_gather_object(why))
         if failure and memory is None and descriptor >= 0:
             os.close(descriptor)
-        return (None, failure) if failure else (memory, "")
+        if failure:
+            return None, failure
+        return memory, ""
 
     def _try(self) -> str:
         """Test that views show writes to the copy, and that the kernel reports the pages that a view has written.
@@ -186,10 +191,11 @@ class CommonMemory:
         Returns: "" if both work, else words for the missing behaviour.
         """
         view = self.view()
-        place = self.first if self.first < self.end else 0
-        before = view.memory[place]
+        place = 0
         seen = True
         if self.first < self.end:
+            place = self.first
+            before = view.memory[place]
             self.shared[place] = 1
             seen = before == 0 and view.memory[place] == 1
             self.shared[place] = 0
@@ -241,15 +247,19 @@ class CommonMemory:
         out = how.view(self.shared[first:end])
         before = how.view(view.memory[first:end])
         chunk = _CHUNK // how.itemsize
-        chunks = [slice(start, start + chunk) for start in range(0, len(out), chunk)]
+        firsts = range(0, len(out), chunk)
+        chunks = [slice(start, start + chunk) for start in firsts]
         if self._across is None:
             # A page that the view has not written shows the copy, so a sum written to `out` would overwrite `before`.
-            sums = how.view(np.empty(min(_CHUNK, end - first), np.uint8))
+            memory = np.empty(min(_CHUNK, end - first), np.uint8)
+            sums = how.view(memory)
             for here in chunks:
-                total = sums[: len(out[here])] if part.added else out[here]
+                target = total = out[here]
+                if part.added:
+                    total = sums[: len(target)]
                 how.combine([piece[here] for piece in pieces], total, factor)
                 if part.added:
-                    how.combine([before[here], total], out[here], None)
+                    how.combine([before[here], total], target, None)
             return
         totals = how.totals(len(out))
         for here in chunks:
@@ -262,7 +272,8 @@ class CommonMemory:
         out[:] = totals
 
 
-def _runs(pages: np.ndarray) -> list[tuple[int, int]]:
-    """Return (first byte, byte after the last) of each group of consecutive pages that are True in `pages`."""
-    edges = np.flatnonzero(np.diff(pages.astype(np.int8), prepend=0, append=0)) * PAGE
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+def _runs(pages: np.ndarray) -> list[list[int]]:
+    """Return [first byte, byte after the last] of each group of consecutive pages that are True in `pages`."""
+    changes = np.diff(pages.astype(np.int8), prepend=0, append=0)
+    edges = np.flatnonzero(changes) * PAGE
+    return edges.reshape(-1, 2).tolist()

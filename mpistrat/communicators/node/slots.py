@@ -9,7 +9,6 @@ they have read the slots of call n. The agreement's fence orders these reads and
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -47,9 +46,6 @@ class SharedSlots:
         self._segments = segments
         self.rank = rank
         self.size = len(segments)
-        first = _bytes_of_numbers(self.size)
-        self._bytes = self._places(operator.itemgetter(slice(first, None)))
-        self._numbers: dict[int, Places[memoryview]] = {}
 
     @staticmethod
     def nbytes_for(ranks: int) -> int:
@@ -58,17 +54,15 @@ class SharedSlots:
 
     def bytes(self, nbytes: int) -> Places[np.ndarray]:
         """Return, for even and for odd calls, the memory of each rank's buffer of `nbytes` bytes, at most LARGEST."""
-        even, odd = ([place[:nbytes] for place in places] for places in self._bytes)
-        return even, odd
+        first = _bytes_of_numbers(self.size)
+        return self._places(lambda slot: slot[first : first + nbytes])
 
     def numbers(self, count: int) -> Places[memoryview]:
         """Return, for even and for odd calls, the memory of each rank's `count` 64-bit numbers.
 
         Args: count: at most 64, or 1 + the number of ranks if that is more.
         """
-        if count not in self._numbers:
-            self._numbers[count] = self._places(lambda slot: slot[: 8 * count].data.cast("q"))
-        return self._numbers[count]
+        return self._places(lambda slot: slot[: 8 * count].data.cast("q"))
 
     def _places(self, place_in: Callable[[np.ndarray], _T]) -> Places[_T]:
         length = _bytes_of_numbers(self.size) + LARGEST

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextvars
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,7 +102,9 @@ def arithmetic_of(dtype: Any, op: str) -> Arithmetic:
         )
     if not name.startswith(SUMMED_AS_FLOAT32):
         return _NumPy(np.dtype(name), op)
-    return _Half(dtype, op) if isinstance(dtype, np.dtype) else _Torch(name, op)
+    if isinstance(dtype, np.dtype):
+        return _Half(dtype, op)
+    return _Torch(name, op)
 
 
 def share_of(
@@ -120,8 +121,13 @@ def share_of(
     """
     senders = senders or ranks
     elements = nbytes // itemsize
-    cuts = [elements * min(i, senders) // senders * itemsize for i in range(ranks + 1)]
-    return list(itertools.pairwise(cuts))
+    bounds = []
+    first = 0
+    for number in range(1, ranks + 1):
+        end = elements * min(number, senders) // senders * itemsize
+        bounds.append((first, end))
+        first = end
+    return bounds
 
 
 class _Quiet(threading.local):
@@ -178,7 +184,8 @@ class _NumPy(Arithmetic):
             out[...] = pieces[0]
         else:
             # `out` may be a later piece, so only the last step writes to it.
-            total = quietly(combine, pieces[0], pieces[1], out=np.empty_like(pieces[0]))
+            total = np.empty_like(pieces[0])
+            quietly(combine, pieces[0], pieces[1], out=total)
             for piece in pieces[2:-1]:
                 quietly(combine, total, piece, out=total)
             quietly(combine, total, pieces[-1], out=out)
@@ -197,7 +204,9 @@ class _Half(_NumPy):
             total = pieces[0].astype(np.float32)
             for piece in pieces[1:]:
                 self._combine(total, piece, out=total)
-            out[...] = total if scale is None else total * np.float32(scale)
+            if scale is not None:
+                total *= np.float32(scale)
+            out[...] = total
 
 
 class _Torch(Arithmetic):
@@ -224,4 +233,6 @@ class _Torch(Arithmetic):
         total = pieces[0].to(self._torch.float32, copy=True)
         for piece in pieces[1:]:
             self._combine(total, piece.float(), out=total)
-        out.copy_(total if scale is None else total.mul_(scale))
+        if scale is not None:
+            total.mul_(scale)
+        out.copy_(total)

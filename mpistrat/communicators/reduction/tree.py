@@ -46,12 +46,13 @@ class ReductionTree:
         # Finished subtrees and their positions; each waits for its right neighbour.
         sums: list[tuple[range, int]] = []
         for position in sorted(range(len(flat)), key=lambda i: flat[i].start):
-            sums.append((flat[position], position))
-            while len(sums) > 1 and self._are_halves(sums[-2][0], sums[-1][0]):
-                right, added = sums.pop()
+            part = flat[position]
+            while sums and self._are_halves(sums[-1][0], part):
                 left, total = sums.pop()
-                self.additions.append((total, added))
-                sums.append((range(left.start, right.stop), total))
+                self.additions.append((total, position))
+                part = range(left.start, part.stop)
+                position = total
+            sums.append((part, position))
         self.left = [position for _, position in sums]
         self.sums = [part for part, _ in sums]
 
@@ -60,9 +61,9 @@ class ReductionTree:
 
         The right half may be shorter than the left half if it ends with the last replica.
         """
-        end = left.start + 2 * len(left)
-        starts = left.start % (2 * len(left)) == 0 and left.stop == right.start
-        return starts and right.stop == min(end, self.replicas)
+        length = 2 * len(left)
+        starts = left.start % length == 0 and left.stop == right.start
+        return starts and right.stop == min(left.start + length, self.replicas)
 
     @property
     def one_each(self) -> bool:
@@ -78,7 +79,8 @@ class ReductionTree:
 @functools.lru_cache
 def tree_of_replicas(replicas: int, first: int, end: int) -> ReductionTree:
     """Return the tree over one rank's replicas, from `first` to `end` - 1; each replica is a "rank" of this tree."""
-    return ReductionTree(replicas, [[range(i, i + 1)] for i in range(first, end)])
+    held = [[range(i, i + 1)] for i in range(first, end)]
+    return ReductionTree(replicas, held)
 
 
 @functools.lru_cache
@@ -121,28 +123,32 @@ class TreeSum(Arithmetic):
     def totals(self, elements: int) -> Any:
         left = len(self._tree.left)
         totals = self._pairwise.totals(left * elements)
-        return totals if left == 1 else totals.reshape(left, elements)
+        if left == 1:
+            return totals
+        return totals.reshape(left, elements)
 
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         outs = [out] if len(self._tree.left) == 1 else list(out)
         step = _CHUNK // self.itemsize
         for start in range(0, len(pieces[0]), step):
             chunk = slice(start, start + step)
-            self._combine([piece[chunk] for piece in pieces], [out[chunk] for out in outs], scale)
+            values = [piece[chunk] for piece in pieces]
+            self._combine(values, [out[chunk] for out in outs], scale)
 
     def _combine(self, values: list[Any], outs: list[Any], scale: float | None) -> None:
         """Combine one chunk of the pieces `values` into `outs`, an array for each sum that remains.
 
         An array of `outs` may be one of `values`, so it is written only by the last addition to its sum.
         """
-        tree = self._tree
+        additions = self._tree.additions
         combine = self._pairwise.combine
-        out_of = dict(zip(tree.left, outs, strict=True))
-        last = {to: i for i, (to, _) in enumerate(tree.additions)}
+        out_of = dict(zip(self._tree.left, outs, strict=True))
+        last = {to: i for i, (to, _) in enumerate(additions)}
         copied: set[int] = set()  # positions of values that are in this function's memory by now
-        for i, (to, added) in enumerate(tree.additions):
+        for i, (to, added) in enumerate(additions):
+            pair = (values[to], values[added])
             if to in out_of and i == last[to]:
-                combine((values[to], values[added]), out_of[to], scale)
+                combine(pair, out_of[to], scale)
                 continue
             if to in copied:
                 target = values[to]
@@ -150,7 +156,7 @@ class TreeSum(Arithmetic):
                 target = values[added]
             else:
                 target = self._pairwise.totals(len(values[to]))
-            combine((values[to], values[added]), target, None)
+            combine(pair, target, None)
             values[to] = target
             copied.add(to)
         for position, out in out_of.items():
@@ -175,4 +181,6 @@ def how_to_combine(dtype: Any, op: str, tree: ReductionTree | None = None) -> Ar
 
     Raises: TypeError if elements of `dtype` cannot be combined by `op`.
     """
-    return arithmetic_of(dtype, op) if tree is None else tree_sum_of(dtype, tree)
+    if tree is None:
+        return arithmetic_of(dtype, op)
+    return tree_sum_of(dtype, tree)

@@ -82,11 +82,11 @@ class HierarchicalTransport(Transport, NodeMemory):
     def choose(self, call: str, operands: Operands) -> Transport | None:
         buffer = operands.buffer
         op = operands.reduction.op
-        tree = operands.tree
         if buffer.nbytes < SMALLEST or call not in _CALLS:
             return None
-        is_sliced = are_sliced(call, op, buffer.dtype, tree)
-        return self if is_sliced and self._by_node(buffer.nbytes) else None
+        if not are_sliced(call, op, buffer.dtype, operands.tree):
+            return None
+        return self if self._by_node(buffer.nbytes) else None
 
     def _by_node(self, nbytes: int) -> bool:
         """Whether this transport is faster than MPI for a buffer of `nbytes`. Collective; the first call measures.
@@ -94,7 +94,8 @@ class HierarchicalTransport(Transport, NodeMemory):
         Returns: False if any node has no shared memory.
         """
         if self._shared is None:
-            self._shared = all(self.mpi.comm.allgather(self.node.shared_blocks() is not None))
+            shares_here = self.node.shared_blocks() is not None
+            self._shared = all(self.mpi.comm.allgather(shares_here))
             if self._shared:
                 self._measure()
         return self._shared and nbytes >= self.smallest
@@ -137,12 +138,16 @@ class HierarchicalTransport(Transport, NodeMemory):
     def common_memory(
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
-        across = None if self.across is None else self.across.all_reduce
+        across = None
+        if self.across is not None:
+            across = self.across.all_reduce
         memory, why = self.node.common_memory(
             nbytes, summed=summed, senders=self.senders, across=across
         )
         missing = first_failure(self.mpi.comm.allgather(why))
-        return (None, missing) if missing else (memory, "")
+        if missing:
+            return None, missing
+        return memory, ""
 
     def all_reduce(self, operands: Operands) -> None:
         """Combine within each node, then slice by slice between the nodes, and collect the slices within each node.
@@ -155,7 +160,9 @@ class HierarchicalTransport(Transport, NodeMemory):
         buffer = operands.buffer
         reduction = operands.reduction
         tree = operands.tree
-        within, between = (None, None) if tree is None else self._parts_of(tree)
+        within = between = None
+        if tree is not None:
+            within, between = self._parts_of(tree)
         how = how_to_combine(buffer.dtype, reduction.op, within)
         source = bytes_of(buffer)
         target = bytes_of(operands.target)
@@ -175,9 +182,11 @@ class HierarchicalTransport(Transport, NodeMemory):
                 window.spread(how, (first, end), total)
                 blocks.tick()  # no rank may go on while others read or write its memory
                 return
+            slices = [target[start:stop] for start, stop in bounds]
+            own_slice = slices[self.node.rank]
             if first < end:
-                how.view(target[first:end])[:] = total
-            blocks.gather(target[first:end], [target[start:stop] for start, stop in bounds])
+                how.view(own_slice)[:] = total
+            blocks.gather(own_slice, slices)
 
     def broadcast(self, operands: Operands) -> None:
         """Send to all ranks of the root's node; its senders send slices to the other nodes; each node collects them."""
@@ -211,8 +220,10 @@ class HierarchicalTransport(Transport, NodeMemory):
             for rank, first in enumerate(self._nodes):
                 nodes.setdefault(first, []).append(rank)
             within = {first: tree.within(ranks) for first, ranks in nodes.items()}
-            between = ReductionTree(tree.replicas, [within[first].sums for first in self._peers()])
-            self._parts[tree] = within[self._nodes[self.rank]], between
+            sums_of_nodes = [within[first].sums for first in self._peers()]
+            between = ReductionTree(tree.replicas, sums_of_nodes)
+            own_node = self._nodes[self.rank]
+            self._parts[tree] = within[own_node], between
         return self._parts[tree]
 
     def explain(self, rest: str) -> str:

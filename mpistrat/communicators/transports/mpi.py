@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -53,7 +53,6 @@ class MpiTransport(Transport):
     def all_reduce(self, operands: Operands) -> None:
         buffer = operands.buffer
         reduction = operands.reduction
-        out = operands.out
         if operands.tree is not None:
             _all_reduce_by_tree(self.comm, buffer, operands.tree, reduction.scale)
             return
@@ -68,11 +67,15 @@ class MpiTransport(Transport):
             how = arithmetic_of(buffer.dtype, reduction.op)
             total = bytes_of(operands.target)
             sums = [bytes_of(buffer)]
-            _all_reduce_in_slices(self.comm, how, sums, [1] * self.size, total, reduction.scale)
+            held = [1] * self.size
+            _all_reduce_in_slices(self.comm, how, sums, held, total, reduction.scale)
             return
         if is_torch(buffer) and name not in KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {name}; convert it to float32 first")
-        source, target = (MPI.IN_PLACE, buffer) if out is None else (view_of(buffer), out)
+        target = operands.target
+        source: Any = MPI.IN_PLACE
+        if operands.out is not None:
+            source = view_of(buffer)
         self.comm.Allreduce(source, view_of(target), op)
         scale(target, reduction.scale)
 
@@ -111,7 +114,8 @@ class MpiTransport(Transport):
     def shapes_of(self, operands: Operands) -> np.ndarray:
         """Return an array with each rank's shape in a row, and set `operands.shapes`; exchange shapes if it is None."""
         if operands.shapes is None:
-            operands.shapes = _gathered(self.comm, tuple(operands.buffer.shape) or (1,))
+            shape = tuple(operands.buffer.shape) or (1,)
+            operands.shapes = _gathered(self.comm, shape)
         return operands.shapes
 
     def starts_of(self, operands: Operands) -> Sequence[Sequence[int]]:
@@ -127,19 +131,24 @@ class MpiTransport(Transport):
         lengths = shapes.prod(axis=1)
         gathered = np.empty(int(lengths.sum()), view.dtype)
         with _elements_of(view.dtype.itemsize) as element:
-            self.comm.Allgatherv([view, view.size, element], [gathered, lengths, element])
+            sent = [view, view.size, element]
+            self.comm.Allgatherv(sent, [gathered, lengths, element])
+        ends = np.cumsum(lengths)
+        pieces = np.split(gathered, ends[:-1])
         parts: list[Array] = []
-        for piece, shape in zip(np.split(gathered, np.cumsum(lengths)[:-1]), shapes, strict=True):
-            part = piece.reshape(shape if buffer.ndim else ())
-            parts.append(as_buffer_of(buffer, part))
+        for piece, shape in zip(pieces, shapes, strict=True):
+            if not buffer.ndim:
+                shape = ()
+            parts.append(as_buffer_of(buffer, piece.reshape(shape)))
         return parts
 
     def all_gather_into(self, operands: Operands) -> None:
         buffer = operands.buffer
         out = operands.target
         parts_with_own(buffer, out, self.rank, self.size)
+        length = num_elements(buffer)
         with _elements_of(itemsize(buffer)) as element:
-            self.comm.Allgather(MPI.IN_PLACE, [bytes_of(out), num_elements(buffer), element])
+            self.comm.Allgather(MPI.IN_PLACE, [bytes_of(out), length, element])
 
     def all_to_all(self, operands: Operands) -> None:
         if not operands.row_bytes:
@@ -186,7 +195,8 @@ def _all_reduce_by_tree(
         comm.Allgather(memory, gathered)
     else:
         comm.Allgatherv(memory, [gathered, [number * nbytes for number in held]])
-    how.combine([how.view(piece) for piece in gathered], how.view(memory[0]), factor)
+    pieces = [how.view(piece) for piece in gathered]
+    how.combine(pieces, how.view(memory[0]), factor)
 
 
 def _all_reduce_in_slices(
@@ -210,17 +220,23 @@ def _all_reduce_in_slices(
     first, end = bounds[comm.rank]
     starts = [start // how.itemsize for start, _ in bounds]
     lengths = [(stop - start) // how.itemsize for start, stop in bounds]
+    own_length = lengths[comm.rank]
     pieces: dict[tuple[int, int], np.ndarray] = {}  # by rank, and the number of the rank's sum
     with _elements_of(how.itemsize) as element:
         for row in range(max(held)):
-            holders = [rank for rank in range(comm.size) if row < held[rank]]
-            here = lengths if comm.rank in holders else [0] * comm.size
-            there = [lengths[comm.rank] * (rank in holders) for rank in range(comm.size)]
+            holders = [rank for rank, number in enumerate(held) if row < number]
+            memory = sums[-1]
+            sent = [0] * comm.size  # unless this rank holds such a sum
+            if comm.rank in holders:
+                memory = sums[row]
+                sent = lengths
+            arriving = [0] * comm.size
+            for rank in holders:
+                arriving[rank] = own_length
             received = np.empty((len(holders), end - first), np.uint8)
-            comm.Alltoallv(
-                [sums[min(row, len(sums) - 1)], here, starts, element], [received, there, element]
-            )
-            pieces |= {(rank, row): r for rank, r in zip(holders, received, strict=True)}
+            comm.Alltoallv([memory, sent, starts, element], [received, arriving, element])
+            for rank, piece in zip(holders, received, strict=True):
+                pieces[rank, row] = piece
         in_order = [how.view(pieces[key]) for key in sorted(pieces)]
         how.combine(in_order, how.view(total[first:end]), factor)
         comm.Allgatherv(MPI.IN_PLACE, [total, lengths, starts, element])

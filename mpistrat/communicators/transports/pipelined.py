@@ -8,8 +8,6 @@ time, by nonblocking messages, and its thread sleeps between the tests whether t
 from __future__ import annotations
 
 import collections
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -43,6 +41,7 @@ MPI_ALONE = "MPI"
 _TAG = 2
 
 _Requests = Sequence[MPI.Request]
+_Arrival = tuple[_Requests, list[np.ndarray], slice]  # as `PipelinedTransport._scatter` returns it
 
 
 class PipelinedTransport(Transport):
@@ -73,8 +72,9 @@ class PipelinedTransport(Transport):
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
         buffer = operands.buffer
-        is_large = buffer.nbytes >= SMALLEST and can_combine(buffer.dtype, operands.reduction.op)
-        if call != "all_reduce" or operands.tree is not None or not is_large:
+        if call != "all_reduce" or operands.tree is not None or buffer.nbytes < SMALLEST:
+            return None
+        if not can_combine(buffer.dtype, operands.reduction.op):
             return None
         self.settle()
         return self if buffer.nbytes >= self.smallest else None
@@ -111,14 +111,15 @@ class PipelinedTransport(Transport):
         target = bytes_of(operands.target)
         length = TO_EACH * min(self.size, _MOST_RANKS)
         firsts = range(0, len(source), length)
-        pieces = (slice(first, min(first + length, len(source))) for first in firsts)
-        arriving: collections.deque[tuple[_Requests, list[np.ndarray], slice]] = collections.deque()
+        waiting = collections.deque(slice(first, first + length) for first in firsts)
+        arriving: collections.deque[_Arrival] = collections.deque()
         leaving: collections.deque[_Requests] = collections.deque()
         with self._unbroken:
             try:
-                for piece in itertools.islice(pieces, _ON_THEIR_WAY):
-                    arriving.append((*self._scatter(how, source[piece]), piece))
-                while arriving:
+                while waiting or arriving:
+                    while waiting and len(arriving) < _ON_THEIR_WAY:
+                        piece = waiting.popleft()
+                        arriving.append(self._scatter(how, source, piece))
                     requests, parts, piece = arriving[0]
                     self._wait(requests)
                     arriving.popleft()
@@ -131,8 +132,6 @@ class PipelinedTransport(Transport):
                     if len(leaving) > _ON_THEIR_WAY:
                         self._wait(leaving[0])
                         leaving.popleft()
-                    for piece in itertools.islice(pieces, 1):
-                        arriving.append((*self._scatter(how, source[piece]), piece))
                 for requests in leaving:
                     self._wait(requests)
             except BaseException:
@@ -140,18 +139,20 @@ class PipelinedTransport(Transport):
                     self.left.extend(requests)
                 raise
 
-    def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
-        """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`.
+    def _scatter(self, how: Arithmetic, source: np.ndarray, piece: slice) -> _Arrival:
+        """Begin to send every rank its part of `source[piece]`, and to receive this rank's part from all ranks.
 
-        Returns: the MPI requests, and the parts in rank order. The parts have their values when the requests are
-            complete.
+        Returns: the MPI requests, the parts in rank order, and `piece`. The parts have their values when the requests
+            are complete.
         """
-        bounds = share_of(len(source), how.itemsize, self.size)
-        kept = source[slice(*bounds[self.rank])]
-        parts = [kept if peer == self.rank else np.empty_like(kept) for peer in range(self.size)]
-        sent = [source[slice(*cut)] for cut in bounds]
+        values = source[piece]
+        bounds = share_of(len(values), how.itemsize, self.size)
+        sent = [values[slice(*cut)] for cut in bounds]
+        kept = sent[self.rank]
+        parts = [np.empty_like(kept) for _ in bounds]
+        parts[self.rank] = kept
         requests = self._exchange(sent, parts)
-        return requests, parts
+        return requests, parts, piece
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:
         """Begin to send this rank's part of `total` to all ranks, and to receive the other parts into `total`."""
@@ -165,12 +166,19 @@ class PipelinedTransport(Transport):
         to the next rank, so that not all ranks send to the same rank.
         """
         comm = self._mpi.comm
-        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        requests = [comm.Irecv([received[peer], MPI.BYTE], peer, _TAG) for peer in others]
-        return requests + [comm.Isend([sent[peer], MPI.BYTE], peer, _TAG) for peer in others]
+        size = self.size
+        others = [(self.rank + distance) % size for distance in range(1, size)]
+        requests = []
+        for peer in others:
+            memory = [received[peer], MPI.BYTE]
+            requests.append(comm.Irecv(memory, peer, _TAG))
+        for peer in others:
+            message = [sent[peer], MPI.BYTE]
+            requests.append(comm.Isend(message, peer, _TAG))
+        return requests
 
     def _wait(self, requests: _Requests) -> None:
-        wait_until(functools.partial(MPI.Request.Testall, requests), self._watch, yields=False)
+        wait_until(lambda: MPI.Request.Testall(requests), self._watch, yields=False)
 
     def explain(self, rest: str) -> str:
         sums = f"{self.size} ranks on as many nodes, sums {IN_PIECES}"

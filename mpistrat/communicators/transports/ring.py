@@ -65,7 +65,8 @@ class RingTransport(Transport):
 
     def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
         """Cut `flat` into a view for each rank, in rank order; lengths differ by at most one element, and may be 0."""
-        return [flat[first:end] for first, end in share_of(len(flat), 1, self.size)]
+        bounds = share_of(len(flat), 1, self.size)
+        return [flat[first:end] for first, end in bounds]
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
         """Combine part r of all ranks into rank r's `parts[r]`; a rank's other parts get sums of some ranks only."""
@@ -81,7 +82,8 @@ class RingTransport(Transport):
     def _hand_round(self, parts: Sequence[np.ndarray]) -> None:
         """Send every part round the ring, until each rank has all parts. At first rank r has only part r."""
         for step in range(self.size - 1):
-            self._exchange(parts[self.rank - step], parts[self.rank - step - 1])
+            place = self.rank - step
+            self._exchange(parts[place], parts[place - 1])
 
     def _exchange(self, sent: np.ndarray, received: np.ndarray) -> None:
         """Send `sent` to the next rank, and at the same time receive `received` from the previous rank."""
@@ -95,7 +97,8 @@ class RingTransport(Transport):
         else:
             parts = self._parts(view_of(operands.buffer).reshape(-1).copy())
             self._combine(parts, operands.reduction.op)
-            bytes_of(operands.target)[:] = parts[self.rank].view(np.uint8)
+            own_part = parts[self.rank]
+            bytes_of(operands.target)[:] = own_part.view(np.uint8)
 
     def all_gather(self, operands: Operands) -> list[Array]:
         buffer = operands.buffer

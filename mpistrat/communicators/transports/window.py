@@ -105,7 +105,8 @@ class WindowTransport(Transport, NodeMemory):
                 self._blocks = Blocks(segments, self.rank, self._watch)
                 self._measure(self._blocks)
                 return self._blocks
-            self.why_not = why or f"{shared_bytes.name} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
+            needed = Blocks.NBYTES / 1e6
+            self.why_not = why or f"{shared_bytes.name} allows no {needed:.1f} MB more"
             if why:
                 self._warn("all messages go through MPI, and take longer", why)
         return self._blocks
@@ -137,7 +138,9 @@ class WindowTransport(Transport, NodeMemory):
             return None, self.why_not
         gather = self.mpi.comm.allgather
         bounds = share_of(nbytes, PAGE, self.size, senders)[self.rank]
-        more = bounds[1] - bounds[0] + (nbytes if summed else 0)
+        more = bounds[1] - bounds[0]
+        if summed:
+            more += nbytes
         if min(gather(self._limit - own_bytes() - more)) < 0:
             return None, f"{shared_bytes.name} does not allow a rank {more / 1e6:.1f} MB more"
         return CommonMemory.make(nbytes, bounds, blocks, gather, summed=summed, across=across)
@@ -165,14 +168,20 @@ class WindowTransport(Transport, NodeMemory):
     def _measure(self, blocks: Blocks) -> None:
         """Measure `costs`, and compute `borders` from them. Collective."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
-        segments = None if crowded else self._share(NBYTES, populate=True)[0]
+        segments = None
+        if not crowded:
+            segments, _ = self._share(NBYTES, populate=True)
         sizes = measurement.SIZES_ON_NODE
         written = measurement.written
         largest = sizes[-1] // 4
         both = functools.cache(lambda: [written(largest), written(largest)])  # made if needed
 
         def route(way: Exchange) -> Callable[[Array], None]:
-            return lambda zeros: way.all_reduce(Operands(zeros, out=both()[1][: len(zeros)]))
+            def all_reduce(zeros: Array) -> None:
+                _, results = both()
+                way.all_reduce(Operands(zeros, out=results[: len(zeros)]))
+
+            return all_reduce
 
         self.costs = measurement.costs_of(
             {MEMORY: route(blocks), MPI: route(self.mpi)},
@@ -180,7 +189,7 @@ class WindowTransport(Transport, NodeMemory):
             self.mpi.library,
             [self.size],
             memory=measurement.BufferMemory("host", sizes, lambda length: both()[0][:length]),
-            distance=functools.partial(distance, segments, self.rank, blocks.tick),
+            distance=lambda: distance(segments, self.rank, blocks.tick),
         )
         self.borders = self.costs.borders(MEMORY, MPI, SMALLEST)
 
@@ -203,14 +212,16 @@ class WindowTransport(Transport, NodeMemory):
             return self  # the ranks compare the sizes of their parts first
         buffer = operands.buffer
         op = operands.reduction.op
-        nbytes = operands.buffer.nbytes
-        if nbytes < SMALLEST or not are_sliced(call, op, buffer.dtype, operands.tree):
+        nbytes = buffer.nbytes
+        if nbytes < SMALLEST:
+            return None
+        if not are_sliced(call, op, buffer.dtype, operands.tree):
             return None
         blocks = self._blocks or self.shared_blocks()
         if blocks is None:
             return None
-        window = self.window if call == "all_reduce" else None
-        if window is not None and window.find(buffer, operands.out):
+        window = self.window
+        if call == "all_reduce" and window is not None and window.find(buffer, operands.out):
             return window
         return blocks if self._gains(nbytes) else None
 
