@@ -299,7 +299,8 @@ class Communicator(abc.ABC):
             Traceback (most recent call last):
             OSError: no such file
         """
-        described = error and (raised_at(error), type(error).__name__, message_of(error))
+        kind = type(error).__name__
+        described = error and (raised_at(error), kind, message_of(error))
         errors = self.all_gather_object(described, label="errors")
         if error is not None:
             mark_raised_by_all(error)

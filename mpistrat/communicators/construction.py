@@ -137,7 +137,8 @@ def _transports_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Tr
         return _transports_in_pieces(mpi, PipelinedTransport(mpi, watch))
     several = node.size < comm.size
     records = job_end().records
-    if not several or not all(comm.allgather(records.see_each_other(node, watch.record))):
+    share_memory = several and all(comm.allgather(records.see_each_other(node, watch.record)))
+    if not share_memory:
         node.Free()
         return Transports(mpi, [CompressedTransport(Router(Transports(mpi)))])
     senders = min(sizes)

@@ -20,7 +20,9 @@ _EXCHANGES = (
 
 def is_capturing(buffer: Array) -> bool:
     """Whether the current stream of the buffer's device captures a graph; False for host buffers."""
-    return is_torch(buffer) and not buffer.is_cpu and bool(_question_of(buffer.device.type)())
+    if not is_torch(buffer) or buffer.is_cpu:
+        return False
+    return bool(_question_of(buffer.device.type)())
 
 
 @functools.cache

@@ -16,7 +16,9 @@ def view_of(buffer: Array) -> np.ndarray:
         return unmasked(buffer)
     tensor = buffer.detach() if buffer.requires_grad else buffer
     integer = _integer_of_size(tensor.dtype)
-    return (tensor if integer is None else tensor.view(integer)).numpy()
+    if integer is not None:
+        tensor = tensor.view(integer)
+    return tensor.numpy()
 
 
 @functools.cache

@@ -75,12 +75,13 @@ class KnownCalls:
         """
         buffer = operands.buffer
         out = operands.out
-        key = (
-            *(call, agreed, buffer.dtype, buffer.shape, operands.root),
-            None if out is None else (out.dtype, out.shape),
-            *(operands.sent, operands.received),
-            kind_of(buffer) if self._takes_device_buffers else None,
-        )
+        of_out = kind = None
+        if out is not None:
+            of_out = out.dtype, out.shape
+        if self._takes_device_buffers:
+            kind = kind_of(buffer)
+        counts = operands.sent, operands.received
+        key = (call, agreed, buffer.dtype, buffer.shape, operands.root, of_out, counts, kind)
         known = self._known.get(key)
         if known is None:
             with RaisingTogether(self._raise_together):
@@ -146,7 +147,9 @@ def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:
 def words_of_label(agreed: Agreed) -> tuple[str, ...]:
     """Return the label, and the words for the scale if there is one."""
     _, label, factor = agreed
-    return (label,) if factor is None else (label, f"times {factor!r}")
+    if factor is None:
+        return (label,)
+    return label, f"times {factor!r}"
 
 
 def kind_of(buffer: Array) -> str:
@@ -159,4 +162,6 @@ def kind_of(buffer: Array) -> str:
         return name
     if is_on_xla(buffer):
         return f"{name} on an XLA device"
-    return f"{name} on a GPU (CuPy)" if is_cupy(buffer) else f"{name} on a GPU"
+    if is_cupy(buffer):
+        return f"{name} on a GPU (CuPy)"
+    return f"{name} on a GPU"

@@ -57,7 +57,8 @@ class LocalCommunicator(Communicator):
 
         memory = bytes_of(sums)
         how = tree_sum_of(sums.dtype, tree)
-        how.combine([how.view(memory)], how.view(memory), reduction.scale)
+        values = how.view(memory)
+        how.combine([values], values, reduction.scale)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
         self.all_reduce(buffer, reduction)

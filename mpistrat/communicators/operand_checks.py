@@ -74,14 +74,17 @@ def check_exchange(
     Raises: ValueError if rows of `buffer` and `out` differ in dtype or shape, or unless `sent` and `received` have a
         count >= 0 for each of `size` ranks that add up to the rows of `buffer` and of `out`.
     """
-    if not buffer.ndim or (buffer.dtype, buffer.shape[1:]) != (out.dtype, out.shape[1:]):
+    row = buffer.dtype, buffer.shape[1:]
+    row_of_out = out.dtype, out.shape[1:]
+    if not buffer.ndim or row != row_of_out:
         raise ValueError(
             f"all_to_all needs a buffer and an out of rows of one dtype and shape, got {_described(buffer)} "
             f"and {_described(out)}"
         )
     for name, array, counts in (("sent", buffer, sent), ("received", out, received)):
         rows = array.shape[0]
-        if (len(counts), sum(counts)) != (size, rows) or min(counts) < 0:
+        add_up = (len(counts), sum(counts)) == (size, rows)
+        if not add_up or min(counts) < 0:
             raise ValueError(
                 f"all_to_all over {size} ranks: {name} must be {size} counts that add up to the "
                 f"{rows} rows, got {list(counts)}"
@@ -109,7 +112,8 @@ def check_arrived(starts: Sequence[Sequence[int]], received: Sequence[int], rank
 def check_contiguous(buffer: Array, out: Array) -> None:
     """Check the memory of `buffer` and `out`. Raises: ValueError unless both are C-contiguous."""
     for name, array in (("buffer", buffer), ("out", out)):
-        if not (array.is_contiguous() if is_torch(array) else array.flags.c_contiguous):
+        contiguous = array.is_contiguous() if is_torch(array) else array.flags.c_contiguous
+        if not contiguous:
             raise ValueError(
                 f"{name} must be C-contiguous, got an array of shape {tuple(array.shape)} with other strides; copy it "
                 "first"

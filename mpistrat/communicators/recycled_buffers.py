@@ -64,7 +64,8 @@ class RecycledBuffers:
     def _idle(self, least: int, most: float) -> int | None:
         """Return the index of the first buffer of `least` to `most` bytes that nothing uses; None if there is none."""
         for i in range(len(self._buffers)):
-            if least <= self._buffers[i].nbytes <= most and self._is_idle(i):
+            nbytes = self._buffers[i].nbytes
+            if least <= nbytes <= most and self._is_idle(i):
                 return i
         return None
 

@@ -127,7 +127,8 @@ class Router(Communicator):
     ) -> None:
         if self.takes_device_buffers and is_capturing(sums):
             self.raise_together(refusal("all_reduce_by_tree", self.rank))
-        words = f"{tree.replicas} replicas", dtype_name(sums), tuple(sums.shape[1:])
+        shape = tuple(sums.shape[1:])
+        words = f"{tree.replicas} replicas", dtype_name(sums), shape
         with self._enter("all_reduce_by_tree", *words, *words_of_label(reduction.agreed)):
             operands = Operands(sums, reduction, tree=tree)
             self.transports.choose("all_reduce", operands).all_reduce(operands)
@@ -223,7 +224,8 @@ class Router(Communicator):
     def split(self, color: int, key: int = 0) -> Router:
         with self._enter("split"):
             mpi = self.mpi.split(color, key)
-            name = f"{self.contract.name}/{len(self.contract.parts)}:{color}"
+            number = len(self.contract.parts)
+            name = f"{self.contract.name}/{number}:{color}"
             transports = Transports(mpi)
             watch = None
             if self.transports.of_part is not None:
@@ -286,8 +288,9 @@ class _Overridden(Router):
         return self._router.split(color, key).by(self._implementation)
 
     def by(self, implementation: CommunicationImplementation) -> Router:
-        auto = implementation is CommunicationImplementation.AUTO
-        return self if auto else self._router.by(implementation)
+        if implementation is CommunicationImplementation.AUTO:
+            return self
+        return self._router.by(implementation)
 
     def explain(self) -> str:
         return f"implementation={self._implementation.name} was asked for:\n{super().explain()}"

@@ -56,7 +56,9 @@ class Ranks:
 
         On several nodes, all ranks must read it together the first time, because that is collective.
         """
-        return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
+        if self.topology.num_nodes == 1:
+            return LOOPBACK
+        return address_that_all_reach(self)
 
 
 def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
@@ -71,17 +73,19 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
     """
     if ranks.comm is None or ranks.size == 1:
         return c10d.HashStore
-    path = ranks.comm.bcast(_new_file()) if ranks.topology.num_nodes == 1 else ""
+    path = ""
+    if ranks.topology.num_nodes == 1:
+        path = ranks.comm.bcast(_new_file())
     seen = os.path.isdir(os.path.dirname(path))  # False in another container
     if all(ranks.comm.allgather(seen)):
-        return functools.partial(c10d.FileStore, path, ranks.size)
+        return lambda: c10d.FileStore(path, ranks.size)
     address = ranks.address
     if ranks.rank == 0:
         listener = listen(address)
         ranks.comm.bcast(listener.getsockname()[1])
-        return functools.partial(store_at, listener, ranks.size)
+        return lambda: store_at(listener, ranks.size)
     port = ranks.comm.bcast(None)
-    return functools.partial(_tcp_store, address, port, ranks.size, False, None)
+    return lambda: _tcp_store(address, port, ranks.size, False, None)
 
 
 def _new_file() -> str:
@@ -90,7 +94,9 @@ def _new_file() -> str:
     Returns: "" if the job has no such folder.
     """
     name = f"store-{os.urandom(8).hex()}"
-    return os.path.join(observation.current.folder.path, name) if observation.current else ""
+    if observation.current is None:
+        return ""
+    return os.path.join(observation.current.folder.path, name)
 
 
 def store_at(listener: socket.socket, size: int) -> c10d.TCPStore:
@@ -141,7 +147,10 @@ def address_that_all_reach(ranks: Ranks) -> str:
     topology = ranks.topology
     with Answering() if ranks.rank == 0 else contextlib.nullcontext() as answering:
         # LOOPBACK is reached where MPI takes one machine for several nodes.
-        offer = answering and ((*own_addresses(), LOOPBACK), answering.port, answering.token)
+        offer = None
+        if answering is not None:
+            own = (*own_addresses(), LOOPBACK)
+            offer = own, answering.port, answering.token
         addresses, port, token = comm.bcast(offer)
         tries = topology.node > 0 and topology.local_rank == 0
         answer = reached(addresses, port, token) if tries else None
@@ -151,8 +160,8 @@ def address_that_all_reach(ranks: Ranks) -> str:
         missed = [rank for rank, reaches in enumerate(answers) if reaches and not reaches[i]]
         if not missed:
             return str(address)
-        hosts = [topology.hosts[topology.node_of_rank[rank]] for rank in missed[:8]]
-        listed = ", ".join(hosts)
+        nodes = [topology.node_of_rank[rank] for rank in missed[:8]]
+        listed = ", ".join(topology.hosts[node] for node in nodes)
         if len(missed) > 8:
             listed += ", …"
         tried += f"\n  {address} is not reached from {listed}"

@@ -91,7 +91,9 @@ class Exchange:
         total = self._total(operands)
         out = operands.target
         length = out.shape[0] if out.ndim else 1
-        out[...] = total[self.rank * length : (self.rank + 1) * length].reshape(out.shape)
+        first = self.rank * length
+        part = total[first : first + length]
+        out[...] = part.reshape(out.shape)
 
     def broadcast(self, operands: Operands) -> None:
         self._refuse("broadcast")

@@ -6,7 +6,6 @@ time is in seconds, and of the slowest rank. The costs stay the same while a job
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
@@ -150,8 +149,9 @@ class Costs:
         starts = [f"from {border:.0f}" for border in borders[::2] if border < math.inf]
         ends = [f"to {border:.0f} bytes" for border in borders[1::2]]
         ends.append("bytes on")
-        ranges = " and ".join(f"{start} {end}" for start, end in zip(starts, ends, strict=False))
-        return f"{ranges or 'never'}; of S bytes an all-reduce takes\n{self.explain()}"
+        ranges = [f"{start} {end}" for start, end in zip(starts, ends, strict=False)]
+        taken = " and ".join(ranges) or "never"
+        return f"{taken}; of S bytes an all-reduce takes\n{self.explain()}"
 
 
 NOT_MEASURED = Costs()
@@ -215,7 +215,9 @@ def costs_of(
     )
     here = max(distances)
     nodes = Counter(cores_of_ranks)
-    caches = Counter(itertools.chain(*caches_of_ranks))
+    caches: Counter[str] = Counter()
+    for names in caches_of_ranks:
+        caches.update(names)
     key = {
         "ways": sorted(routes),
         "mpi": mpi,
@@ -304,30 +306,32 @@ def measure(
     """
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()
-    awake = ran = 0.0
+    spent = awake = ran = 0.0
     distances = []
-    for number, (size, buffer) in itertools.product(range(1 + ROUNDS), enumerate(buffers)):
-        if not size:
-            rounds.append([])
+    for number in range(1 + ROUNDS):
         turns = list(enumerate(routes.items()))[:: (-1) ** number]
-        before = [rows[size] for rows in rounds[:-1]]
-        calls = _calls(buffer.nbytes, before)
-        took = np.empty((calls, len(routes)))
-        for i, (name, route) in turns:
-            for call in range(calls):
-                took[call, i], on_core = _timed(route, buffer, communicator)
-                if name not in asleep:
-                    awake += took[call, i]
-                    ran += on_core
-        apart = distance()
-        elapsed = time.perf_counter() - started
-        slowest = np.append(took, [apart, elapsed])
-        communicator.all_reduce(slowest, "max")
-        times = slowest[:-2].reshape(took.shape)
-        rounds[-1].append(times.min(axis=0, initial=math.inf))
-        distances.append(slowest[-2])
-        if slowest[-1] >= seconds:
-            break
+        least = []
+        for size, buffer in enumerate(buffers):
+            if spent >= seconds:
+                break
+            before = [earlier[size] for earlier in rounds]
+            calls = _calls(buffer.nbytes, before)
+            took = np.empty((calls, len(routes)))
+            for i, (name, route) in turns:
+                for call in range(calls):
+                    took[call, i], on_core = _timed(route, buffer, communicator)
+                    if name not in asleep:
+                        awake += took[call, i]
+                        ran += on_core
+            apart = distance()
+            elapsed = time.perf_counter() - started
+            slowest = np.append(took, [apart, elapsed])
+            communicator.all_reduce(slowest, "max")
+            times = slowest[:-2].reshape(took.shape)
+            least.append(times.min(axis=0, initial=math.inf))
+            distances.append(slowest[-2])
+            spent = slowest[-1]
+        rounds.append(least)
     share = np.array(1.0)
     if awake:
         share[...] = ran / awake
@@ -357,13 +361,14 @@ def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
 
     Args:
         rounds: for each round and size, an array with a time for each route; infinity for a route that was not called.
+            At least two rounds; where time ran out, a round lacks the larger sizes, or all.
         sizes: number of buffers.
     """
     first, *later = rounds
     whole = [times for times in later if len(times) == sizes]
     if whole:
         return np.array(whole)
-    warm = later[0] if later else []
+    warm = later[0]
     cold = first[len(warm) :]
     return np.array([[*warm, *cold]])
 

@@ -104,7 +104,8 @@ class CheckedMemory(NodeMemory):
     def common_memory(
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
-        with self._enter("common_memory", nbytes, "summed" if summed else ""):
+        word = "summed" if summed else ""
+        with self._enter("common_memory", nbytes, word):
             return self._memory.common_memory(nbytes, summed=summed)
 
     def sum_into(

@@ -61,12 +61,12 @@ def share(
         files = all_gather_object((os.getpid(), descriptor, why))
         if not first_failure(failure for *_, failure in files):
             try:
-                segments = [
-                    mapped(descriptor, nbytes, counted=nbytes)
-                    if peer == rank
-                    else _opened(f"/proc/{pid}/fd/{number}", nbytes)
-                    for peer, (pid, number, _) in enumerate(files)
-                ]
+                for peer, (pid, number, _) in enumerate(files):
+                    if peer == rank:
+                        segment = mapped(descriptor, nbytes, counted=nbytes)
+                    else:
+                        segment = _opened(f"/proc/{pid}/fd/{number}", nbytes)
+                    segments.append(segment)
             except (OSError, ValueError) as error:
                 why = f"rank {rank} could not map the shared memory of another rank: {error}"
         # All ranks have opened the other ranks' files by now, so each may close its own.
@@ -74,7 +74,9 @@ def share(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return (None, failure) if failure else (segments, "")
+    if failure:
+        return None, failure
+    return segments, ""
 
 
 def new_file(nbytes: int, rank: int, *, populate: bool) -> tuple[int, str]:

@@ -62,7 +62,9 @@ class Window(Exchange):
 
     def idle_bytes(self) -> int:
         """Return the bytes that this rank frees by dropping the window; 0 while anything refers to its buffers."""
-        return len(self._segments[self.rank]) if self.buffers.are_idle() else 0
+        if not self.buffers.are_idle():
+            return 0
+        return len(self._segments[self.rank])
 
     def place_of(self, memory: np.ndarray) -> int:
         """Return the byte at which `memory` begins in this rank's segment; NOWHERE for other memory."""

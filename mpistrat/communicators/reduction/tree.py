@@ -9,7 +9,6 @@ named by its range of replica ids, and are then added up over the ranks.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ class ReductionTree:
         self.replicas = replicas
         self.held = tuple(tuple(parts) for parts in held)
         self.additions: list[tuple[int, int]] = []
-        flat = [*itertools.chain(*self.held)]
+        flat: tuple[range, ...] = sum(self.held, ())
         # Finished subtrees and their positions; each waits for its right neighbour.
         sums: list[tuple[range, int]] = []
         for position in sorted(range(len(flat)), key=lambda i: flat[i].start):
@@ -62,8 +61,9 @@ class ReductionTree:
         The right half may be shorter than the left half if it ends with the last replica.
         """
         length = 2 * len(left)
-        starts = left.start % length == 0 and left.stop == right.start
-        return starts and right.stop == min(left.start + length, self.replicas)
+        if left.start % length or left.stop != right.start:
+            return False
+        return right.stop == min(left.start + length, self.replicas)
 
     @property
     def one_each(self) -> bool:
@@ -89,12 +89,13 @@ def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
 
     Args: replicas_of_ranks: number of replicas of each rank, in rank order, as replica ids are.
     """
-    ends = itertools.accumulate(replicas_of_ranks)
     total = sum(replicas_of_ranks)
-    held = [
-        tree_of_replicas(total, end - replicas, end).sums
-        for end, replicas in zip(ends, replicas_of_ranks, strict=True)
-    ]
+    held = []
+    first = 0
+    for replicas in replicas_of_ranks:
+        end = first + replicas
+        held.append(tree_of_replicas(total, first, end).sums)
+        first = end
     return ReductionTree(total, held)
 
 

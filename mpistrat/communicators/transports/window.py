@@ -174,7 +174,10 @@ class WindowTransport(Transport, NodeMemory):
         sizes = measurement.SIZES_ON_NODE
         written = measurement.written
         largest = sizes[-1] // 4
-        both = functools.cache(lambda: [written(largest), written(largest)])  # made if needed
+
+        @functools.cache  # made if needed
+        def both() -> list[np.ndarray]:
+            return [written(largest), written(largest)]
 
         def route(way: Exchange) -> Callable[[Array], None]:
             def all_reduce(zeros: Array) -> None:

@@ -10,7 +10,6 @@ This file's imports load mpi4py. So it is imported on first use only: `import mp
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import time
@@ -121,22 +120,24 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
                     outcome.append("it was aborted")
                     return
                 total = sum_of_ones(group)
-                outcome.append("" if total == size else f"its sum of {size} ones is {total}")
+                if total == size:
+                    outcome.append("")
+                else:
+                    outcome.append(f"its sum of {size} ones is {total}")
             except BaseException as error:
                 outcome.append(f"{type(error).__name__}: {error}")
 
         thread = threading.Thread(target=run, name=f"mpistrat start of {self.name}", daemon=True)
         thread.start()
-        job_end().call_last(
-            functools.partial(thread.join, deadlines.RANK_WAITS_FOR_THREAD_IN_LIBRARY)
-        )
+        job_end().call_last(lambda: thread.join(deadlines.RANK_WAITS_FOR_THREAD_IN_LIBRARY))
         limit = start_seconds() * SHARE_OF_THE_START  # 0: no limit
         is_late = not self._is_settled_within(limit or math.inf, outcome)
         start = _RankStart("".join(outcome), is_late, bool(outcome))
         if start.tells_others:
             self._channel.send(start.error)
         starts: list[_RankStart] = self._host.all_gather_object(start)
-        self._channel.settle(rank for rank, start in enumerate(starts) if start.tells_others)
+        senders = [rank for rank, start in enumerate(starts) if start.tells_others]
+        self._channel.settle(senders)
         reason = _why_not_started(self.name, starts, limit)
         if reason:
             self.abort(reason)
@@ -249,8 +250,13 @@ def _why_not_started(name: str, starts: Sequence[_RankStart], limit: float) -> s
     The errors of the first four ranks that have one; without errors, the ranks that did not end in time.
     Args: starts: how the start went on each rank.   limit: the time limit in seconds, for the text.
     """
-    failed = [f"on rank {rank}: {start.error}" for rank, start in enumerate(starts) if start.error]
-    late = [str(rank) for rank, start in enumerate(starts) if start.is_late or not start.has_ended]
+    failed = []
+    late = []
+    for rank, start in enumerate(starts):
+        if start.error:
+            failed.append(f"on rank {rank}: {start.error}")
+        if start.is_late or not start.has_ended:
+            late.append(str(rank))
     if late and not failed:
         failed = [f"in {limit:g} s on ranks {', '.join(late)}"]
     if not failed:

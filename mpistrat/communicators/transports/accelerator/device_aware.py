@@ -39,12 +39,14 @@ class DeviceAwareTransport(DeviceTransport):
         self.wait_for_current_stream(buffer)
         datatype = MPI.Datatype.fromcode(np.dtype(name).char)
         memory = self._memory(buffer, num_elements(buffer), datatype)
-        self.host.mpi.comm.Allreduce(MPI.IN_PLACE, memory, OPS[reduction.op])
+        op = OPS[reduction.op]
+        self.host.mpi.comm.Allreduce(MPI.IN_PLACE, memory, op)
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         self.wait_for_current_stream(buffer)
-        self.host.mpi.comm.Bcast(self._memory(buffer, int(buffer.nbytes), MPI.BYTE), root)
+        memory = self._memory(buffer, int(buffer.nbytes), MPI.BYTE)
+        self.host.mpi.comm.Bcast(memory, root)
 
     def _memory(self, buffer: Array, count: int, datatype: MPI.Datatype) -> Any:
         address = self.library(buffer).pointer(buffer)

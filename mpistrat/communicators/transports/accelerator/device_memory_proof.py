@@ -51,12 +51,13 @@ def why_not_proven(host: Communicator, node: int, library: str, index: int) -> s
         index: the number of this rank's accelerator in this process.
     """
     places = host.all_gather_object((node, MPI.Get_processor_name()))
-    first = {number: places.index((number, name)) for number, name in reversed(places)}
+    nodes, names = zip(*places, strict=True)
+    first_ranks = sorted({nodes.index(number) for number in nodes})  # one on each node
     reason = ""
-    if host.rank in first.values():
+    if host.rank in first_ranks:
         reason = reason_against(library, index)
-        if host.rank == 0 and not reason and len(first) > 1:
-            hosts = [places[rank][1] for rank in sorted(first.values())[:2]]
+        if host.rank == 0 and not reason and len(first_ranks) > 1:
+            hosts = [names[rank] for rank in first_ranks[:2]]
             reason = reason_against(library, index, tuple(hosts))
     return first_failure(host.all_gather_object(reason and f"rank {host.rank}: {reason}"))
 
@@ -74,7 +75,9 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
         index: the accelerator's number in this process.
         hosts: the host names of the two processes; empty: both run on this node.
     """
-    between = f"between {' and '.join(hosts)}" if hosts else "on its node"
+    between = "on its node"
+    if hosts:
+        between = f"between {' and '.join(hosts)}"
     limit = deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE
     wait = str(deadlines.TRIAL_WAITS_FOR_LAUNCHER_TO_READ)
     words = [library, str(index), str(limit), wait, MET, PROVEN, UNUSABLE]
@@ -82,7 +85,8 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
     deadline = time.monotonic() + limit
     reason = "there is neither mpiexec nor srun"
     for command, environment in commands(MPI.Get_library_version(), library_path(), hosts):
-        met, failure = run([*command, *program], environment, deadline - time.monotonic())
+        seconds = deadline - time.monotonic()
+        met, failure = run([*command, *program], environment, seconds)
         if met:
             sent = "were to send" if UNUSABLE in failure else "sent"
             failure += _EXCLUSIVE * ("busy or unavailable" in failure)
@@ -125,7 +129,9 @@ def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> 
         stdout, stderr = process.communicate()
     # Count the words, not lines: a launcher may put the output of both processes in one line.
     if not failure and (process.returncode or stdout.count(PROVEN) != 2):
-        said = stderr.splitlines()
-        telling = [line for line in said if _TELLING.search(line)][:1] or said[-1:]
-        failure = ", ".join([f"exit code {process.returncode}", *(line[:200] for line in telling)])
+        lines = stderr.splitlines()
+        telling = [line for line in lines if _TELLING.search(line)]
+        failure = f"exit code {process.returncode}"
+        for line in telling[:1] or lines[-1:]:
+            failure += f", {line[:200]}"
     return stdout.count(MET) == 2, failure

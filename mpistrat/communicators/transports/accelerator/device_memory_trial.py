@@ -47,14 +47,15 @@ def main() -> None:
             return [MPI.buffer.fromaddress(pointer(buffer), 4 * length), length, datatype]
 
         for sender in (0, 1):
-            buffer = array(values + 1 if world.rank == sender else 0 * values)
+            sends = world.rank == sender
+            buffer = array(sends * (values + 1))  # zeros where they are received
             wait()
-            if world.rank == sender:
+            if sends:
                 world.Send(memory(buffer), 1 - sender)
             else:
                 world.Recv(memory(buffer), sender)
             _check(buffer, values + 1)
-            buffer = array(values + 2 if world.rank == sender else 0 * values)
+            buffer = array(sends * (values + 2))
             wait()
             world.Bcast(memory(buffer, MPI.INT), sender)
             _check(buffer, values + 2)

@@ -12,7 +12,6 @@ This file's imports load mpi4py. So it is imported on first use only: `import mp
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -85,11 +84,10 @@ def use_gpus(
             dispatcher.of(torch=bool(torch_accelerator()))
             ways = CommunicationImplementation
             forced = {
-                way: ForcedTransport(dispatcher, way) for way in (ways.NCCL, ways.HIERARCHICAL)
+                ways.NCCL: ForcedTransport(dispatcher, ways.NCCL),
+                ways.HIERARCHICAL: ForcedTransport(dispatcher, ways.HIERARCHICAL),
             }
-            communicator.use_devices_in = functools.partial(
-                use_gpus, gpus=gpus, index=index, quiet=quiet
-            )
+            communicator.use_devices_in = lambda other: use_gpus(other, gpus, index, quiet=quiet)
             communicator.move_by(dispatcher, forced)
 
 
@@ -100,7 +98,9 @@ class _TransportChoice:
         self._communicator = communicator
         self._gpus = gpus
         self._index = index
-        self._tell = (lambda *_: None) if quiet or communicator.rank else tell_of_way
+        self._tell = tell_of_way
+        if quiet or communicator.rank:
+            self._tell = lambda *_: None
         self._watch = communicator.contract.watch or CommunicatorWatch()
         self._host = Router(communicator.transports)  # unchecked: only used inside checked calls
         self._channel = AbortChannel(communicator.mpi.comm)
@@ -141,7 +141,7 @@ class _TransportChoice:
             return native, native.start(Ranks(comm))
 
         group = "torch's NCCL" if kind == "cuda" else "torch's own group"
-        return self._best(library, group, functools.partial(version_of, kind), start)
+        return self._best(library, group, lambda: version_of(kind), start)
 
     def of_cupy(self) -> DeviceTransport:
         """Make the best transport for CuPy's arrays. Collective. Called by: `LibraryDispatcher`, once."""
@@ -211,7 +211,8 @@ class _TransportChoice:
             text: added to the transport's `why`, after the words for the way through MPI.
         """
         name = "torch" if isinstance(library, TorchLibrary) else "cupy"
-        unproven = why_not_proven(self._host, self._nodes[self._host.rank], name, self._index)
+        node = self._nodes[self._host.rank]
+        unproven = why_not_proven(self._host, node, name, self._index)
         args = Router(ranks.transports), self._index, self._watch
         if not unproven:
             why = f"through MPI, which was seen to take device memory{text}"

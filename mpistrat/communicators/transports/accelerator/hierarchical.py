@@ -67,7 +67,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self.smallest = float(SMALLEST)
         self._nodes = nodes
         # For each rank, its number among the ranks of its node
-        self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
+        self._places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
         # A program that asks for HIERARCHICAL gets the copy. Its `smallest` stays SMALLEST.
         ways = CommunicationImplementation
         self.forced = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
@@ -109,8 +109,9 @@ class HierarchicalDeviceTransport(DeviceTransport):
         # Before the measurement: the transports connect, and measure the transports that they use.
         for all_reduce in (self.all_reduce, self.flat.all_reduce):
             waiting(all_reduce)(zeros(_FIRST // 4))
-        by = self.within.why, type(self.between).__name__, type(self.flat).__name__
-        name = f"{library.name}, {', '.join(by)}"
+        between = type(self.between).__name__
+        flat = type(self.flat).__name__
+        name = f"{library.name}, {self.within.why}, {between}, {flat}"
         self.costs = measurement.costs_of(
             {BY_NODE: waiting(self.all_reduce), ALL_ALIKE: waiting(self.flat.all_reduce)},
             self.host,
@@ -152,7 +153,8 @@ class HierarchicalDeviceTransport(DeviceTransport):
         place = self._places[self.rank]
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
-        peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
+        of_ranks = zip(self._nodes, self._places, strict=True)
+        peers = [number for number, its_place in of_ranks if its_place == place]
         self.wait_until_idle()  # because MPI uses the GPU next
         self.between.broadcast(Operands(own_slice, root=peers.index(node)))
         if self._nodes[self.rank] != node:
@@ -169,12 +171,14 @@ class HierarchicalDeviceTransport(DeviceTransport):
         library = self.library(buffer)
         ranks = self.within.size
         whole = flat = library.flat(buffer)
-        length = -(-num_elements(flat) // ranks)
-        if length * ranks > num_elements(flat):
+        elements = num_elements(flat)
+        length = -(-elements // ranks)
+        if length * ranks > elements:
             whole = library.empty((length * ranks,), flat.dtype)
-            whole[: num_elements(flat)] = flat
-            whole[num_elements(flat) :] = 0
-        return flat, whole, whole[self.within.rank * length : (self.within.rank + 1) * length]
+            whole[:elements] = flat
+            whole[elements:] = 0
+        first = self.within.rank * length
+        return flat, whole, whole[first : first + length]
 
 
 def takes(call: str, operands: Operands) -> bool:

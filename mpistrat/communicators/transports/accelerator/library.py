@@ -42,11 +42,14 @@ class TorchLibrary:
 
     def here(self, buffer: Array) -> Array:
         """Return `buffer`, or a copy on this accelerator if `buffer` is on another accelerator."""
-        return buffer if buffer.get_device() == self.index else buffer.to(self._device)
+        if buffer.get_device() == self.index:
+            return buffer
+        return buffer.to(self._device)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         """Return an uninitialized array on this accelerator. `dtype` is a dtype of torch, or its name: "float32"."""
-        dtype = getattr(self._torch, dtype) if isinstance(dtype, str) else dtype
+        if isinstance(dtype, str):
+            dtype = getattr(self._torch, dtype)
         return self._torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def pointer(self, buffer: Array) -> int:
@@ -162,4 +165,6 @@ DeviceLibrary: TypeAlias = TorchLibrary | CupyLibrary
 
 def library_of(buffer: Array, index: int) -> DeviceLibrary:
     """Return the library that made `buffer`, for this process's accelerator number `index`."""
-    return TorchLibrary(buffer.device.type, index) if is_torch(buffer) else CupyLibrary(index)
+    if is_torch(buffer):
+        return TorchLibrary(buffer.device.type, index)
+    return CupyLibrary(index)

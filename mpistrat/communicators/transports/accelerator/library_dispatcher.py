@@ -48,7 +48,9 @@ class LibraryDispatcher(Transport):
 
     def choose(self, call: str, operands: Operands) -> Exchange | None:
         transport = self.to_use(operands)
-        return None if transport is None else transport.choose(call, operands)
+        if transport is None:
+            return None
+        return transport.choose(call, operands)
 
     def to_use(self, operands: Operands) -> DeviceTransport | None:
         """Return the transport for the library of a call's buffer; None for a buffer on the host. Collective.
@@ -66,12 +68,13 @@ class LibraryDispatcher(Transport):
 
     def explain(self, rest: str) -> str:
         names = {True: "tensors", False: "CuPy arrays"}
-        several = len(self.made) > 1
-        lines = [
-            f"{names[torch] if several else 'buffers'} on GPUs: {transport.why}\n"
-            for torch, transport in self.made.items()
-        ]
-        return f"{''.join(lines)}buffers on the host: {rest}"
+        text = ""
+        for torch, transport in self.made.items():
+            name = "buffers"
+            if len(self.made) > 1:
+                name = names[torch]
+            text += f"{name} on GPUs: {transport.why}\n"
+        return f"{text}buffers on the host: {rest}"
 
 
 class ForcedTransport(Transport):
@@ -98,7 +101,9 @@ class ForcedTransport(Transport):
 
     def choose(self, call: str, operands: Operands) -> Exchange | None:
         transport = self._dispatcher.to_use(operands)
-        return None if transport is None else self._of(transport).choose(call, operands)
+        if transport is None:
+            return None
+        return self._of(transport).choose(call, operands)
 
     def explain(self, rest: str) -> str:
         return self._dispatcher.explain(rest)

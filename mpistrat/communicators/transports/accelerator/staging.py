@@ -31,9 +31,10 @@ class StagedTransport(DeviceTransport):
         stages = self._stages_of(library)
         flat = library.flat(buffer)
         step = CHUNK // itemsize(flat)
-        chunks = [flat[start : start + step] for start in range(0, num_elements(flat), step)]
+        starts = range(0, num_elements(flat), step)
+        chunks = [flat[start : start + step] for start in starts]
         stages.begin()
-        hosts = [stages.fetch(0, chunks[0])] if chunks else []
+        hosts = [stages.fetch(0, chunk) for chunk in chunks[:1]]
         for i, chunk in enumerate(chunks):
             if i + 1 < len(chunks):
                 hosts.append(stages.fetch(i + 1, chunks[i + 1]))

@@ -24,7 +24,9 @@ def backend_of(kind: str) -> str:
     if not dist.is_available():
         return ""
     name = str(dist.Backend.default_device_backend_map.get(kind, ""))
-    here = hasattr(dist.distributed_c10d, _CLASSES[name]) if name in _CLASSES else _plugin(name)
+    here = _plugin(name)
+    if name in _CLASSES:
+        here = hasattr(dist.distributed_c10d, _CLASSES[name])
     return name if here else ""
 
 
@@ -62,13 +64,23 @@ def make_group(
             "install a torch with NCCL (CUDA, ROCm) or XCCL (XPU)"
         )
     store = c10d.PrefixStore(f"{kind}/", store)
-    if backend not in _CLASSES:
-        return _by_plugin(backend, store, rank, size, timeout, name)
-    cls = getattr(dist.distributed_c10d, _CLASSES[backend])
-    options = cls.Options()
-    options._timeout = timeout
-    options.group_name = name
-    return cls(store, rank, size, options)
+    if backend in _CLASSES:
+        cls = getattr(dist.distributed_c10d, _CLASSES[backend])
+        options = cls.Options()
+        options._timeout = timeout
+        options.group_name = name
+        return cls(store, rank, size, options)
+    plugin = _plugin(backend)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = c10d._DistributedBackendOptions()
+    options.store = store
+    options.group_rank = rank
+    options.group_size = size
+    options.timeout = timeout
+    options.group_id = name
+    options.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(options, None)
 
 
 def abort_group(group: Any) -> None:
@@ -82,20 +94,6 @@ def abort_group(group: Any) -> None:
 
 def _plugin(name: str) -> Any:
     """Return torch's entry of the backend `name`, if another package than mpistrat has registered it; else None."""
-    return None if name == "mpistrat" else dist.Backend._plugins.get(name.upper())
-
-
-def _by_plugin(
-    backend: str, store: Any, rank: int, size: int, timeout: datetime.timedelta, name: str
-) -> Any:
-    plugin = _plugin(backend)
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    options: Any = c10d._DistributedBackendOptions()
-    options.store = store
-    options.group_rank = rank
-    options.group_size = size
-    options.timeout = timeout
-    options.group_id = name
-    options.global_ranks_in_group = list(range(size))
-    return plugin.creator_fn(options, None)
+    if name == "mpistrat":
+        return None
+    return dist.Backend._plugins.get(name.upper())
