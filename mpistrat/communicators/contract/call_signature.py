@@ -17,14 +17,12 @@ LINE_BITS = 16
 # A signature keeps the texts of this many lines that make the call; at more lines it forgets all and makes them again.
 _MOST_SITES = 256
 
-_Site = tuple[str, str, int]  # file, function, line
-_Text = tuple[
-    bytes, int, int
-]  # the text for the rank's record, how many of its bytes name the call, the stamp
+_Site = tuple[str, str, int]  # the file, the function and the line
+_Text = tuple[bytes, int, int]  # see `CallSignature.texts`
 
 
 class _TextsOfCall(dict[_Site, _Text]):
-    """From the line of the program that makes a call to the call's text and its stamp.
+    """From the line of the program that makes a call, to the call's text and its stamp.
 
     The text is for the rank's record. The stamp is `digest`, and above it a hash of the line. Missing ones are made at
     their first use.

@@ -419,14 +419,14 @@ def _joined(
         return Costs({}, f"not measured: calls of two sizes took longer than {_limit(key):g} s")
     disturbed = measured.cpu_share < LEAST_CPU_SHARE
     counts = f"least of {len(measured.seconds)} rounds of calls of each of {len(least)} sizes"
-    share = f"{100 * measured.cpu_share:.0f} %"
     origin = f"measured {_date(time.time())}, in this job: {counts}"
     if kept:
         origin += f"; and {_read(kept, key)}"
     if not measured.stayed:
         origin += "; the ranks' cores moved meanwhile, so the times are not kept for other jobs"
     if disturbed:
-        origin += f"; other programs or ranks left a rank {share} of its core"
+        percent = 100 * measured.cpu_share
+        origin += f"; other programs or ranks left a rank {percent:.0f} % of its core"
     costs = _fitted(used, key, origin)
     return replace(costs, disturbed=disturbed)
 

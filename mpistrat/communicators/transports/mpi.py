@@ -220,7 +220,6 @@ def _all_reduce_in_slices(
     first, end = bounds[comm.rank]
     starts = [start // how.itemsize for start, _ in bounds]
     lengths = [(stop - start) // how.itemsize for start, stop in bounds]
-    own_length = lengths[comm.rank]
     pieces: dict[tuple[int, int], np.ndarray] = {}  # by rank, and the number of the rank's sum
     with _elements_of(how.itemsize) as element:
         for row in range(max(held)):
@@ -232,7 +231,7 @@ def _all_reduce_in_slices(
                 sent = lengths
             arriving = [0] * comm.size
             for rank in holders:
-                arriving[rank] = own_length
+                arriving[rank] = lengths[comm.rank]
             received = np.empty((len(holders), end - first), np.uint8)
             comm.Alltoallv([memory, sent, starts, element], [received, arriving, element])
             for rank, piece in zip(holders, received, strict=True):

@@ -126,7 +126,6 @@ class _TransportChoice:
             host = Router(ranks.transports)
             comm = ranks.mpi.comm
             watch = job_end().records.watch_of(comm, f"{ranks.contract.name} on devices")
-            contract = self._communicator.contract
             native = NativeTransport(
                 host,
                 kind,
@@ -135,7 +134,7 @@ class _TransportChoice:
                 why,
                 channel,
                 lambda group: PendingCalls(
-                    contract, watch, library, group, listens=host.thread_multiple
+                    self._communicator.contract, watch, library, group, listens=host.thread_multiple
                 ),
             )
             return native, native.start(Ranks(comm))

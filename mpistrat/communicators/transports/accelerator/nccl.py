@@ -137,15 +137,15 @@ class NcclTransport(DeviceTransport):
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
+        op = reduction.op
         if combined_as_float32(buffer, reduction, self._combine):
             return
-        if name not in DTYPES or reduction.op not in OPS:
+        if name not in DTYPES or op not in OPS:
             self.combine_on_host(buffer, reduction)
             return
         library = self.library(buffer)
         pointer = library.pointer(buffer)
         count = num_elements(buffer)
-        op = reduction.op
         self._run(library, lambda nccl, stream: nccl.all_reduce(pointer, count, name, op, stream))
         scale(buffer, reduction.scale)
 

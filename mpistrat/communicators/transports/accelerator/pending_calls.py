@@ -86,10 +86,8 @@ class PendingCalls:
         event = library.record(library.current_stream())
         self._number += 1
         self._words[self._record_slot + CALLS] = self._number
-        contract = self._contract
-        self._calls.append(
-            _SubmittedCall(self._number, event, time.monotonic_ns(), *contract.recorded[:2])
-        )
+        recorded = self._contract.recorded[:2]
+        self._calls.append(_SubmittedCall(self._number, event, time.monotonic_ns(), *recorded))
         if not self._event_watcher.is_awake.is_set():
             self._event_watcher.is_awake.set()
 
