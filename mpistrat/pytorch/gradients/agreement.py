@@ -17,6 +17,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.replicas.torch_modules import ModuleParts
+from mpistrat.values import by_owner
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.buckets import Buckets
@@ -164,14 +165,16 @@ class StepAgreement:
             self._layouts = layouts
             self._digest = zlib.crc32(self._described(layouts).encode()) >> 1
         uses = zlib.crc32(unused.tobytes()) >> 1
-        equal = np.array([*counts, sharded.first, self._digest, uses], np.int32)
+        compared = [*counts, sharded.first, self._digest, uses]
+        equal = np.array(compared, np.int32)
         communicated = len(replicas) == 1 and replicas[0].communicated
         is_single_threaded = not self._communicator.thread_multiple
         flags_of_run = [communicated, is_single_threaded]
         written: Any = ()
         if self._registry.buffers:
             written = buffers.flags_of([backward.buffers for backward in replicas])
-        words: list[Any] = [flags_of_run, equal, -equal, kinds, written, self._parts.watched]
+        words: list[Any] = [flags_of_run, equal, -equal, kinds]
+        words += [written, self._parts.watched]
         if piggybacks:
             with self._communicator.raising_together():
                 words += [piggyback.words() for piggyback in piggybacks]
@@ -218,8 +221,8 @@ class StepAgreement:
         """
         half = len(layouts) // 2
         lines = []
-        for layout, strides in zip(layouts[:half], layouts[half:], strict=True):
-            dtype, device, shape = layout
+        by_parameter = zip(layouts[:half], layouts[half:], strict=True)
+        for (dtype, device, shape), strides in by_parameter:
             line = f"{dtype}{list(shape)} with strides {strides}"
             if self._communicator.takes_device_buffers:
                 line += f" on {device.type}"
@@ -231,7 +234,7 @@ class StepAgreement:
         of_ranks = self._communicator.all_gather_object(self._described(layouts).split("\n"))
         by_parameter = zip(*of_ranks, strict=True)
         lines = next(rows for rows in by_parameter if len(set(rows)) > 1)
-        described = ", ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+        described = by_owner(lines, str, "rank")
         return (
             f"backward() on rank {self._communicator.rank}: a parameter differs between the ranks ({described}), so "
             "its gradients cannot be added up. Change dtypes, shapes and memory formats of mirrored parameters on "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,8 +17,6 @@ from mpistrat.pytorch.modules.registry import Registry, is_inexact
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.agreement import ReplicaBackward
-
-_IS_THERE = functools.partial(operator.is_not, None)
 
 
 class Arrivals:
@@ -96,10 +92,6 @@ class Arrivals:
             "that has entered it; or use torch.autograd.grad: it leaves .grad alone"
         )
 
-    def _has_no_gradient(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` has no gradient so far and is not mirrored, so that nothing would reduce one."""
-        return parameter.grad is None and parameter not in self._registry
-
     @contextlib.contextmanager
     def watched(self, step: ReplicaBackward) -> Iterator[Callable[[], None]]:
         """Let hooks note the gradients of `step` while the caller runs the autograd engine inside the block.
@@ -108,17 +100,26 @@ class Arrivals:
         reduced. It raises the RuntimeErrors of `_check`.
         """
         watched = list[tuple[torch.Tensor, int]]()
-        unmirrored = list(filter(self._has_no_gradient, self.made_in_run))
-        for p in filter(_IS_THERE, step.parameters):
-            # The program has hooks on a parameter: they may write any parameter, so all are watched.
-            if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1:
-                there = filter(_IS_THERE, step.parameters)
+        unmirrored = []
+        for parameter in self.made_in_run:
+            if parameter.grad is None and parameter not in self._registry:
+                unmirrored.append(parameter)  # nothing would reduce its gradient
+        for parameter in step.parameters:
+            if parameter is None:
+                continue
+            hooks_after = parameter._post_accumulate_grad_hooks or ()
+            if parameter._backward_hooks or len(hooks_after) > 1:
+                # The program has hooks on a parameter: they may write any parameter, so all are watched.
+                there = [p for p in step.parameters if p is not None]
                 watched = [(p, p._version) for p in there if not p.is_inference()]
                 break
         self._backwards[step.replica] = step
         try:
-            alone = len(self._backwards) == 1  # replicas may leave in another order
-            with hooks.noticing_data() if alone else contextlib.nullcontext(()) as taken:
+            if len(self._backwards) == 1:
+                noticing: Any = hooks.noticing_data()
+            else:  # replicas may leave in another order
+                noticing = contextlib.nullcontext(())
+            with noticing as taken:
                 yield functools.partial(self._check, step, unmirrored, watched, taken)
         finally:
             del self._backwards[step.replica]
@@ -149,7 +150,7 @@ class Arrivals:
         for of, tensor, version in taken:
             if tensor._version != version:
                 written.add(of)
-        for parameter, version in itertools.chain(step.came, watched):
+        for parameter, version in (*step.came, *watched):
             if parameter._version != version or id(parameter) in written:
                 self._raise_changed(parameter, "was changed")
         for parameter in unmirrored:
@@ -163,7 +164,8 @@ class Arrivals:
                 )
 
     def _raise_changed(self, parameter: torch.Tensor, happened: str) -> NoReturn:
-        name = next(s.name for s in self._registry.slots if s.reference() is parameter)
+        slots = self._registry.slots
+        name = next(slot.name for slot in slots if slot.reference() is parameter)
         raise RuntimeError(
             f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
             "rank would make another update. Update parameters after backward(); or call backward() inside "

@@ -121,8 +121,9 @@ class Buckets:
         all_reduce: Callable[..., None],
         thread: CommunicationThread | None,
     ) -> None:
-        parts = cut(list(like)[::-1], like, nbytes)
-        self._buckets = [Bucket(part, [like[slot] for slot in part]) for part in parts]
+        self._buckets = []
+        for part in cut(list(like)[::-1], like, nbytes):
+            self._buckets.append(Bucket(part, [like[slot] for slot in part]))
         self._like = like
         self._wires = wires
         self._scale = scale
@@ -179,8 +180,9 @@ class Buckets:
             torch._foreach_copy_(bucket.pieces, gradients)
         if self.stream is not None:
             bucket.ready = [self.stream().record_event()]
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-            full = self._buckets[self._sent]
+        for full in self._buckets[self._sent :]:
+            if full.missing:
+                break
             self._sent += 1
             work = functools.partial(self._all_reduce, full.flat, full.reduction, *full.ready)
             self._done.append(self._submit(work, self._place))
@@ -225,8 +227,9 @@ class Buckets:
         Returns: the sums by slot, as views of the buckets' memory. The buckets give that memory up.
         Raises: the error of the first bucket in order that failed.
         """
-        for done in filter(None, self._done):
-            done.result()
+        for done in self._done:
+            if done is not None:
+                done.result()
         sums: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
             sums.update(zip(bucket.slots, bucket.pieces, strict=True))

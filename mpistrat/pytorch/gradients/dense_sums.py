@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,8 +15,6 @@ from mpistrat.pytorch.gradients.buckets import cut
 from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
-
-_GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 
 
 class DenseSums:
@@ -42,36 +38,36 @@ class DenseSums:
     def of(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
         """Sum up the gradients of the parameters with the numbers `slots`, over all replicas. Collective.
 
+        Gradients of the host and of XLA devices are in one call. Gradients of GPUs are summed up in several packs, one
+        after the other. A rank of one replica frees a pack's gradients after its sum, so that the next pack uses their
+        memory.
         Args: steps: the backwards of this rank's replicas. On a GPU, with one replica, their gradients and `.grad`
             become None.
         Returns: the sums by slot, multiplied by the backward's `scale`. A parameter that this rank's replicas have
             not used counts as zeros.
         """
-        step, parameters = steps[0], steps[0].parameters
-        how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
-        if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
+        step = steps[0]
+        parameters = step.parameters
+        reduction = functools.partial(self._reduction, step)
+        gradients = []
+        for backward in steps:
+            gradients.append(backward.gradients)
+        kinds = set()
+        for slot in slots:
+            kinds.add(parameters[slot].device.type)
+        if kinds == {"cpu"}:
             self.spent = step.gradients
-            return self._all_reduce_packs(self._packer, parameters, slots, *how)
-        return self._on_device(slots, steps, *how)
-
-    def _on_device(
-        self, slots: list[int], steps: list[ReplicaBackward], *how: Any
-    ) -> dict[int, torch.Tensor]:
-        """Do the work of `of` if some parameters are on a GPU or XLA device.
-
-        Gradients of GPUs are summed up in several packs, one after the other. A rank of one replica frees a pack's
-        gradients after its sum, so that the next pack uses their memory. Gradients of XLA devices are in one call.
-        """
-        step, parameters = steps[0], steps[0].parameters
+            return self._all_reduce_packs(self._packer, parameters, slots, gradients, reduction)
         parts = [slots]
-        if any(is_on_gpu(parameters[slot]) for slot in slots):
-            like = map(parameters.__getitem__, slots)
-            parts = cut(slots[::-1], parameters, self._options.bytes_per_pack or bucket_bytes(like))
+        like = [parameters[slot] for slot in slots]
+        if any(is_on_gpu(parameter) for parameter in like):
+            nbytes = self._options.bytes_per_pack or bucket_bytes(like)
+            parts = cut(slots[::-1], parameters, nbytes)
         sums: dict[int, torch.Tensor] = {}
         for part in parts:
-            sums |= self._all_reduce_packs(self._packer, parameters, part, *how)
+            sums |= self._all_reduce_packs(self._packer, parameters, part, gradients, reduction)
             if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
-                let_go(map(step.gradients.__getitem__, part))
+                let_go([step.gradients[slot] for slot in part])
                 for slot in part:
                     step.gradients[slot] = parameters[slot].grad = None
         return sums

@@ -100,18 +100,24 @@ class Overlap:
         """
         if self._sender is None or not self._expected:
             return None
-        turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
+        sequential, _ = self._seconds
+        is_trial = self._overlaps is None and len(sequential) == _UNTIMED + _TIMED
         buckets = None
-        if self._overlaps or turn:
+        if self._overlaps or is_trial:
             # Each rank's Python collects a dropped model at another time, so zeros are sent for dropped parameters.
-            sent = {
-                s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()
-            }
+            sent = {}
+            for slot, meta in self._like.items():
+                parameter = parameters[slot]
+                sent[slot] = meta if parameter is None else parameter
             made_for = [scale, *map(LAYOUT, sent.values())]
             if self._buckets is None or self._made_for != made_for:
                 if not _devices_of(parameters, self._expected).issubset(self._devices or ()):
                     return None  # the parameters were moved
-                self._buckets = self._make_buckets(self._sender, _without_memory(sent), scale)
+                how = self._wires, _without_memory(sent), scale, self._nbytes
+                if isinstance(self._sender, SideStream):
+                    self._buckets = DeviceBuckets(self._sender, *how)
+                else:
+                    self._buckets = HostBuckets(self._sender, self._packer, *how)
                 self._made_for = made_for
             # If the backward fails, the buckets do not come back: their collectives may still use them.
             buckets = self._buckets
@@ -119,14 +125,6 @@ class Overlap:
             buckets.begin(sent)
         self._started = time.perf_counter()
         return buckets
-
-    def _make_buckets(
-        self, sender: _Sender, like: dict[int, torch.Tensor], scale: float | None
-    ) -> Buckets:
-        how = self._wires, like, scale, self._nbytes
-        if isinstance(sender, SideStream):
-            return DeviceBuckets(sender, *how)
-        return HostBuckets(sender, self._packer, *how)
 
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
         """Record the time and the slots of a backward that has ended, and decide on overlap when all are timed.
@@ -139,14 +137,16 @@ class Overlap:
             agreed: the result of the agreement. The slots `agreed.dense` got gradients on some rank.
         """
         if self._overlaps is None and self._started:
-            self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
+            elapsed = time.perf_counter() - self._started
+            self._seconds[step.buckets is not None].append(elapsed)
             self._decide()
         self._started = 0.0
         self._buckets = step.buckets or self._buckets
-        last = self._last
-        self._last = tuple(agreed.dense)
+        last = tuple(agreed.dense)
         # If two models take turns, no slots are expected: the buckets of the wrong model would be sent for nothing.
-        self._expect(last if last == self._last else None, step.parameters)
+        expected = last if last == self._last else None
+        self._last = last
+        self._expect(expected, step.parameters)
         self._communicates |= agreed.communicates
         self._differ |= not agreed.alike
         if self._communicates and isinstance(self._sender, SideStream):
@@ -338,9 +338,14 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
     """Return the parameters on "meta", by slot, without dropped ones."""
-    return {s: p.detach().to("meta") for s, p in parameters.items() if p is not None}
+    like = {}
+    for slot, parameter in parameters.items():
+        if parameter is not None:
+            like[slot] = parameter.detach().to("meta")
+    return like
 
 
 def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
     """Return the devices of the parameters of `slots`, without dropped ones."""
-    return frozenset([p.device for slot in slots if (p := parameters[slot]) is not None])
+    expected = [parameters[slot] for slot in slots]
+    return frozenset([p.device for p in expected if p is not None])

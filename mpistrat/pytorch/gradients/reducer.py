@@ -21,7 +21,6 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,12 +57,6 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
     "not_synchronizing", default=frozenset()
 )
 
-
-_PARAMETER = operator.methodcaller("reference")  # of a `ParameterSlot`
-_IS_THERE = functools.partial(operator.is_not, None)
-# The default None stands for a parameter that was garbage-collected.
-_GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
-
 _MAY_INTERLEAVE = (
     "Gradients were sent while backward() ran. If the program communicates inside backward(), and its ranks use "
     "different parameters, reduce gradients after backward(): CommunicationOptions(overlap=False)"
@@ -77,9 +70,13 @@ def replica_here() -> tuple[AnyReplicaContext, GradientReducer] | None:
     Returns: None outside `run` and `replica()`, before the strategy has seen a torch module, or if the strategy has
         one replica in all. The caller then does as torch does.
     """
-    if not per_thread.modes or (context := per_thread.modes[-1].replica_context) is None:
-        return None  # without a mode, the default strategy is in force: it has one replica
-    modules = per_thread.modes[-1].strategy.extended.modules.made
+    if not per_thread.modes:
+        return None  # the default strategy is in force: it has one replica
+    mode = per_thread.modes[-1]
+    context = mode.replica_context
+    if context is None:
+        return None
+    modules = mode.strategy.extended.modules.made
     if modules is None or modules.reducer.count == 1:
         return None
     return context, modules.reducer
@@ -109,12 +106,6 @@ def reducing_backward(
     context, reducer = here
     with spans.current.range("backward"), hooks.without_compiled_autograd():
         reducer.backward(context, *arguments)
-
-
-def _times(weight: float, tensors: Any) -> list[torch.Tensor]:
-    several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-    with torch.enable_grad():
-        return [tensor * weight for tensor in several]
 
 
 class GradientReducer:
@@ -221,16 +212,21 @@ class GradientReducer:
         """
         rule = self._parts.rule
         call = f"backward() over {self.count} replicas"
-        parameters = [*map(_PARAMETER, self.registry.slots)]
+        parameters = [slot.reference() for slot in self.registry.slots]
         in_block = per_thread.modes[-1].in_block
         scale = None
         synchronizes = id(self) not in _not_synchronizing.get()
         if in_block:
             _check_mirrors(parameters, call)
             rule.default_to_mean(call)
-        some = next(filter(_IS_THERE, parameters), None)
+        some = None
+        for some in parameters:
+            if some is not None:
+                break
         if synchronizes and some is not None:  # a model of sharded parameters alone needs no rule
-            scale = 1.0 / self.count if (rule.chosen or rule.decided(call)) == "mean" else None
+            chosen = rule.chosen or rule.decided(call)
+            if chosen == "mean":
+                scale = 1.0 / self.count
             if not some.is_cpu:
                 _check_not_captured(some)
         weight = self._weight(in_block)
@@ -252,15 +248,23 @@ class GradientReducer:
         buckets = step.buckets
         calls = contract.calls
         with self.arrivals.watched(step) as check:
-            loss = tensors if step.weight == 1.0 else _times(step.weight, tensors)
-            hooks.original_backward(loss, *arguments)
-        step.communicated = contract.calls > calls + (0 if buckets is None else buckets.calls)
+            if step.weight != 1.0:
+                losses = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+                with torch.enable_grad():
+                    tensors = [loss * step.weight for loss in losses]
+            hooks.original_backward(tensors, *arguments)
+        if buckets is not None:
+            calls += buckets.calls
+        step.communicated = contract.calls > calls
         if step.synchronizes:
             with self._raising_together:
                 check()
-                step.sent = frozenset() if buckets is None else buckets.finish()
-            step.gradients = [*map(getattr, step.parameters, *_GRADIENT)]
-            step.buffers = buffers.snapshot(self.registry) if self.registry.buffers else []
+                if buckets is not None:
+                    step.sent = buckets.finish()
+            # None stands for a parameter that was garbage-collected.
+            step.gradients = [getattr(p, "grad", None) for p in step.parameters]
+            if self.registry.buffers:
+                step.buffers = buffers.snapshot(self.registry)
 
     def _agree_and_reduce(self, steps: list[ReplicaBackward]) -> list[dict[int, torch.Tensor]]:
         """Reduce the gradients of this rank's replicas. Collective.
@@ -277,9 +281,11 @@ class GradientReducer:
                 self._extended.first_step_notice.at_step(None)
             self.has_reduced = True
             self.reductions += 1
-            reduced = [self._reduce(steps, agreed)]
+            totals = self._reduce(steps, agreed)
+            reduced = [totals]
             for _ in steps[1:]:
-                reduced.append({slot: total.clone() for slot, total in reduced[0].items()})
+                clones = {slot: total.clone() for slot, total in totals.items()}
+                reduced.append(clones)
             return reduced
 
     def _weight(self, in_block: bool) -> float:
@@ -299,7 +305,8 @@ class GradientReducer:
         if weighs or steps.iterations:
             examples = steps.begin_backward(weighs=weighs)
         if sharded.cuts:
-            sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
+            of_step = examples if in_block else steps.examples
+            sharded.combine(alike=is_mean and of_step is None)
         if examples is not None:
             of_replica, of_all = examples.tolist()
             weight = of_replica * self.count / of_all
@@ -368,8 +375,10 @@ class GradientReducer:
 
     def explain(self) -> str:
         """Return lines for people: the rule (mean or sum), overlap, and the wire format if there is one."""
-        lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
-        return "\n".join(filter(None, lines))
+        lines = [str(self._parts.rule), self.overlap.explain()]
+        if self.wires.has_format:
+            lines.append(self.wires.explain())
+        return "\n".join(lines)
 
     def _reduce(
         self, steps: list[ReplicaBackward], agreed: AgreedGradients
@@ -395,8 +404,10 @@ class GradientReducer:
         summed = {*reduced, *early} - agreed.again
         slots = sorted({*agreed.dense} - summed)
         if slots:
-            following = self._communicator.contract.following
-            with following() if agreed.may_follow else contextlib.nullcontext():
+            following: Any = contextlib.nullcontext
+            if agreed.may_follow:
+                following = self._communicator.contract.following
+            with following():
                 reduced |= self._sums.of(slots, steps)
         for slot in early.keys() & set(agreed.dense):
             late = reduced.get(slot)

@@ -5,7 +5,6 @@ A wire format makes messages between nodes shorter than float32, and adds the ro
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -118,9 +117,13 @@ class Wires:
         values = sum(self._wires[key].size for key in self._used)
         self._most = max(self._most, values)
         self._used.clear()
-        # A wire that was never called has no residual, so it is not kept.
-        self._wires = {key: wire for key, wire in self._wires.items() if wire.size}
-        total = sum(wire.size for wire in self._wires.values())
+        kept = {}
+        total = 0
+        for key, wire in self._wires.items():
+            if wire.size:  # a wire that was never called has no residual, so it is not kept
+                kept[key] = wire
+                total += wire.size
+        self._wires = kept
         while total > _TURNS * self._most:
             key = next(iter(self._wires))
             total -= self._wires.pop(key).size
@@ -153,10 +156,13 @@ class Wires:
         self._used.clear()
         self._wires = {}
         self._most = max((state["most"] for state in states), default=0)
-        for held in itertools.chain.from_iterable(state["held_back"] for state in states):
+        held_back = [held for state in states for held in state["held_back"]]
+        for held in held_back:
+            residual = held["residual"]
             key = tuple(self._registry.slots[slot] for slot in held["slots"])
-            length = sum(p.numel() for slot in key if (p := slot.reference()) is not None)
-            if whole and len(held["residual"]) != length:
+            parameters = [slot.reference() for slot in key]
+            length = sum(p.numel() for p in parameters if p is not None)
+            if whole and len(residual) != length:
                 warnings.warn(
                     "the values that the wire format held back of gradients are lost: the number of ranks has changed, "
                     "and each rank had held back values of a slice",
@@ -166,7 +172,6 @@ class Wires:
                 self._wires = {}
                 return
             wire = self._wires.setdefault(key, Wire(self._format))
-            residual = held["residual"]
             wire.residual = wire.residual + residual if wire.size else residual.clone()
 
     def explain(self) -> str:
