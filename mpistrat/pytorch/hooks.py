@@ -127,8 +127,9 @@ def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> No
     cls.__init__ = init  # type: ignore[method-assign]
 
 
-# Makes a property for `torch.nn.Parameter.data` from a getter. Its setter is torch's.
-data_given_by: Any = functools.partial(property, fset=torch.Tensor.data.__set__)  # type: ignore
+def data_given_by(getter: Callable[[Any], torch.Tensor]) -> Any:
+    """Return a property for `torch.nn.Parameter.data` with this getter. Its setter is torch's."""
+    return property(getter, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -144,9 +145,10 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
     parameter.requires_grad_(required)
     others = parameter._post_accumulate_grad_hooks
     # The engine calls hooks in the order of their insertion into the dictionary. `move_to_end` does not change that.
-    kept = [(handle.id, others.pop(handle.id)), *others.items()]
+    own = {handle.id: others.pop(handle.id)}
+    own.update(others)
     others.clear()
-    others.update(kept)
+    others.update(own)
 
 
 @contextlib.contextmanager
@@ -311,7 +313,7 @@ def before_export(check: Callable[[torch.nn.Module], None]) -> None:
         return self
 
     torch.export.export = export
-    embeddings: tuple[Any, ...] = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    embeddings: Any = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     for cls in embeddings:
         cls.__prepare_scriptable__ = prepare
 
@@ -330,21 +332,24 @@ def has_closure(args: Any, kwargs: Any) -> bool:
 
     Args: args, kwargs: the arguments of torch's step hook; `args[0]` is the optimizer.
     """
-    return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
+    has_keyword = kwargs.get("closure") is not None
+    return has_keyword or any(callable(argument) for argument in args[1:])
 
 
-def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
-    """Return a step's arguments with another closure: the step calls `call(closure)` where it called `closure()`.
+def with_closure(args: Any, kwargs: Any, wrapped: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Return a step's arguments with another closure: `wrapped(closure)` in place of `closure`.
 
     Args:
         args, kwargs: the arguments of torch's step hook; `args[0]` is the optimizer. They are not changed.
-        call: a function that gets the closure, and returns the loss.
     Returns: the new positional and keyword arguments of the step.
     """
-    others = [functools.partial(call, a) if callable(a) else a for a in args[1:]]
+    optimizer, *others = args
+    for i, argument in enumerate(others):
+        if callable(argument):
+            others[i] = wrapped(argument)
     if kwargs.get("closure") is not None:
-        kwargs = {**kwargs, "closure": functools.partial(call, kwargs["closure"])}
-    return (args[0], *others), kwargs
+        kwargs = {**kwargs, "closure": wrapped(kwargs["closure"])}
+    return (optimizer, *others), kwargs
 
 
 def twin_of(
@@ -450,7 +455,9 @@ def _refuse(cls: type, name: str, call: str) -> None:
     def check(self: Any) -> None:
         context = get_replica_context()
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
-        count = 1 if context is None or disabled else context.strategy.extended.replicas.count
+        if context is None or disabled:
+            return
+        count = context.strategy.extended.replicas.count
         if count > 1:
             raise RuntimeError(
                 f"{call} inside run would happen once for each of the {count} replicas of this rank; call it after "

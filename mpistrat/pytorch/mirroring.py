@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -138,7 +137,8 @@ class Mirroring(StrategyModules):
         """
         found = (self.registry.buffer(module, key) for key in module._buffers)
         slots = [slot for slot in found if slot is not None and slot.rule != "local"]
-        if not self._is_alone and any(slot.changed(slot.tensor()) for slot in slots):
+        are_written = any(slot.changed(slot.tensor()) for slot in slots)
+        if are_written and not self._is_alone:
             for slot in slots:
                 slot.begin_step()
             copies = virtual_replicas.copies_of_buffers(self.parts.replicas, slots)
@@ -178,7 +178,9 @@ class Mirroring(StrategyModules):
         name = self.parts.replicas.device_of_modules
         if name is None:
             return
-        device = torch.device("cpu" if name.startswith("cpu") else name)
+        if name.startswith("cpu"):
+            name = "cpu"
+        device = torch.device(name)
         with self._communicator.raising_together():
             self._check_one_device(modules, tensors)
             moved = placing.place_tensors(tensors, device)
@@ -192,11 +194,13 @@ class Mirroring(StrategyModules):
     def _check_one_device(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor]) -> None:
         group = self.parts.group
         devices = group.worker_devices
-        several = self.parts.replicas.count > 1 and not all(d.startswith("cpu") for d in devices)
+        are_cpus = all(device.startswith("cpu") for device in devices)
+        if self.parts.replicas.count == 1 or are_cpus:
+            return
         found = [*tensors]
         for module in modules:
             found += [*module.parameters(), *module.buffers()]
-        if found and several:
+        if found:
             raise NotImplementedError(
                 f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
                 f"devices, {list(devices)}: start a rank for each, mpirun -n {group.num_replicas_in_sync} python "
@@ -232,22 +236,17 @@ class Mirroring(StrategyModules):
             tensor share memory.
         """
         with spans.current.range("mirror"):
-            tensors = [*new.parameters, *((name, buffer) for name, _, _, buffer in new.buffers)]
             if self._communicator.size > 1:
-                self._agree(
-                    [f"{name}: {t.dtype}{list(t.shape)}{_expansion(t)}" for name, t in tensors]
-                )
-                for name, tensor in tensors:
-                    if _expansion(tensor):
-                        raise ValueError(
-                            f"the elements of {name!r} share memory, as after expand(), so rank 0's values cannot be "
-                            "copied into it. Give the module a tensor with memory of its own: tensor.clone()"
-                        )
-                self._broadcast([t.detach() for _, t in tensors])
+                tensors = [*new.parameters]
+                for name, _, _, buffer in new.buffers:
+                    tensors.append((name, buffer))
+                self._check_alike(tensors)
+                self._broadcast([tensor.detach() for _, tensor in tensors])
             self._drop_dead()
             self._register(new)
             if self._shared is not None:
-                self._shared.share([parameter for _, parameter in new.parameters], self.registry)
+                parameters = [parameter for _, parameter in new.parameters]
+                self._shared.share(parameters, self.registry)
             if self._watches and self.parts.watch is None:
                 # Here all ranks are together; a rank alone may have imported torch before.
                 self.parts.watch = Watch(self, self.recorder.roots)
@@ -267,8 +266,15 @@ class Mirroring(StrategyModules):
                 hooks.before_state_dict(module, self.average_written_buffers)
             slot.settle([buffer])
 
-    def _agree(self, described: list[str]) -> None:
-        lines = dict(enumerate(described))
+    def _check_alike(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Raise, on all ranks, if tensors differ between ranks or cannot be written. Collective.
+
+        Args: tensors: pairs of a name and a tensor.
+        """
+        lines = {}
+        for number, (name, tensor) in enumerate(tensors):
+            layout = f"{tensor.dtype}{list(tensor.shape)}{_expansion(tensor)}"
+            lines[number] = f"{name}: {layout}"
         of_ranks = of_all(self._communicator, lines, "mirrored parameters")
         if of_ranks:
             number, difference = first_difference(of_ranks)
@@ -276,18 +282,27 @@ class Mirroring(StrategyModules):
                 f"the ranks' models differ, so they cannot be mirrored: parameter or buffer {number} is {difference}. "
                 "Build the same modules, in the same order, on every rank"
             )
+        for name, tensor in tensors:
+            if _expansion(tensor):
+                raise ValueError(
+                    f"the elements of {name!r} share memory, as after expand(), so rank 0's values cannot be "
+                    "copied into it. Give the module a tensor with memory of its own: tensor.clone()"
+                )
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
         """Copy rank 0's values into `tensors` on all ranks, in messages of about 128 MiB from the host. Collective."""
         is_root = self._communicator.rank == 0
         as_bytes = [torch.empty(t.nbytes, dtype=torch.uint8, device="meta") for t in tensors]
-        rest = iter(tensors)
+        end = 0
         for group in packing.group_by_size(as_bytes, _BYTES_PER_BROADCAST):
-            together = list(itertools.islice(rest, len(group)))
+            start = end
+            end += len(group)
+            together = tensors[start:end]
             if is_root:
                 message = packing.concatenated([_bytes_of(tensor) for tensor in together])
             else:
-                message = torch.empty(sum(map(len, group)), dtype=torch.uint8, device="cpu")
+                nbytes = sum(part.nbytes for part in group)
+                message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._communicator.broadcast(message, label="mirrored parameters")
             if not is_root:
                 with torch.no_grad():

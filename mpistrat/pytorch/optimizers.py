@@ -6,7 +6,6 @@ of its own, without `run`.
 
 from __future__ import annotations
 
-import functools
 import numbers
 import weakref
 from collections.abc import Callable
@@ -25,11 +24,13 @@ from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 from mpistrat.pytorch.modules.preparing import check_alike
 from mpistrat.pytorch.modules.strategy_modules import all_modules, strategy_of
 from mpistrat.torch_distributed.next_group import has_default_group
+from mpistrat.values import by_owner
 
-# A list for each optimizer, as of its last check: first (id of the reducer, whether it had reduced gradients), then
-# (`id`, requires_grad) of each parameter.
-_checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+# For each optimizer, as of its last check: id of the reducer, whether it had reduced gradients, and a list with (`id`,
+# requires_grad) of each parameter.
+_checked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 _has_warned = False
+# Parameters with the gradients that are hidden from their optimizer's step, by the optimizer's `id`.
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
@@ -66,8 +67,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         watch.before_step(optimizer)
     instead = None
     if isinstance(optimizer, torch.optim.LBFGS):  # LBFGS decides by the loss of its closure
-        loss_of_all = functools.partial(_loss_of_all, reducer, context.strategy.extended)
-        instead = args, kwargs = hooks.with_closure(args, kwargs, loss_of_all)
+
+        def wrapped(closure: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: _loss_of_all(reducer, context.strategy.extended, closure)
+
+        instead = args, kwargs = hooks.with_closure(args, kwargs, wrapped)
     if reducer.slice_steps is not None:
         return reducer.slice_steps.before(optimizer, args, kwargs) or instead
     return instead
@@ -110,17 +114,23 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
     loss = closure()
     of_rank = (*_kind_and_value(loss), reducer.share)
     kinds, values, shares = zip(*extended.communicator.all_gather_object(of_rank), strict=True)
-    if len(set(kinds)) == len(set(map(repr, values))) == 1:  # NaN does not equal NaN
+    is_one_kind = len(set(kinds)) == 1
+    texts = {repr(value) for value in values}  # NaN does not equal NaN
+    if is_one_kind and len(texts) == 1:
         return loss
-    if len(set(kinds)) > 1 or None in (*values, *shares):
-        returned = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+    if not is_one_kind or None in (*values, *shares):
+        returned = by_owner(kinds, str, "rank")
         raise CollectiveMismatchError(
             f"optimizer.step(closure) on rank {extended.communicator.rank}: LBFGS needs one loss for all ranks, and "
             f"the losses of the ranks cannot be combined ({returned}). Have the closure call backward() on the loss of "
             "this rank's part and return it as a tensor of one number, or return the same on all ranks"
         )
     # A rank without examples has the weight 0 and a loss of NaN, so it is left out.
-    total = sum(share * part for share, part in zip(shares, values, strict=True) if share)
+    weighted = []
+    for share, value in zip(shares, values, strict=True):
+        if share:
+            weighted.append(share * value)
+    total = sum(weighted)
     if arrays.is_torch(loss):
         return torch.full_like(loss.detach(), total)
     return total
@@ -132,8 +142,10 @@ def _kind_and_value(loss: Any) -> tuple[str, float | None]:
         return "a number", float(loss)
     if not arrays.is_torch(loss):
         return repr(loss)[:60], None
-    is_number = loss.numel() == 1 and not loss.is_complex()
-    return f"a tensor of shape {list(loss.shape)}", float(loss.item()) if is_number else None
+    value = None
+    if loss.numel() == 1 and not loss.is_complex():
+        value = float(loss.item())
+    return f"a tensor of shape {list(loss.shape)}", value
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -213,15 +225,15 @@ def _check_parameters(
         ValueError: on all ranks, if their optimizers differ when they first step these parameters.
     """
     parameters = hooks.parameters_of(optimizer)
-    key = id(reducer), reducer.has_reduced
-    found = [key, *((id(p), p.requires_grad) for p in parameters)]
+    states = [(id(p), p.requires_grad) for p in parameters]
+    found = id(reducer), reducer.has_reduced, states
     before = _checked.get(optimizer)
     if before == found:
         return
     _check_mirrored(optimizer, reducer)
     if before is not None:
-        checked = [key for key, _ in before[1:]]
-        if checked != [id(parameter) for parameter in parameters]:
+        checked = [key for key, _ in before[-1]]
+        if checked != [key for key, _ in states]:
             context.strategy.extended.modules.made.compared.pop(optimizer, None)
     # The rank's other replicas do not get here, because they find the entry in `_checked`.
     _compare(optimizer, context, reducer)
@@ -236,7 +248,8 @@ def _check_parameters(
 def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
     for g, group in enumerate(optimizer.param_groups):
         of_group = group["params"]
-        names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(of_group))]
+        positions = [f"{i} of group {g}" for i in range(len(of_group))]
+        names = group.get("param_names") or positions
         for name, parameter in zip(names, of_group, strict=True):
             if arrays.is_sharded(parameter):
                 reducer.check_may_be_sharded(name)

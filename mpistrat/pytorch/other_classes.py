@@ -23,7 +23,8 @@ def classes_of(objects: Mapping[str, Any]) -> dict[str, str]:
     for name, value in objects.items():
         if callable(getattr(value, "step", None)) and not isinstance(value, torch.nn.Module):
             parts = getattr(value, "_schedulers", None) or ()
-            classes[name] = "/".join(type(part).__name__ for part in (value, *parts))
+            names = [type(part).__name__ for part in (value, *parts)]
+            classes[name] = "/".join(names)
     return classes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def _update_bn(loader: Any, model: torch.nn.Module, device: Any = None) -> None:
             return type(norm).forward(norm, input)
 
         for norm in norms:
-            norm.forward = functools.partial(forward, norm)
+            norm.forward = types.MethodType(forward, norm)
         try:
             hooks.original_update_bn(loader, model, device)
         finally:
@@ -79,7 +80,8 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         mean, variance, count = _statistics(context, input)
         # A replica with more than 1 value per channel need not read `count`: a read would wait for the device.
-        if not is_on_xla(input) and input.numel() <= input.shape[1] and count <= 1:
+        must_read = input.numel() <= input.shape[1] and not is_on_xla(input)
+        if must_read and count <= 1:
             raise ValueError(
                 "SyncBatchNorm needs more than 1 value per channel over all replicas to train, got "
                 f"{int(count)}; this replica's input has shape {list(input.shape)}"
@@ -132,7 +134,8 @@ def _statistics_of_sums(
         axes: all axes of `x` but the channels'.
         elements: number of values per channel in `x`.
     """
-    own_sums = torch.cat([x.sum(axes), x.new_full((1,), elements)])
+    own_count = x.new_full((1,), elements)
+    own_sums = torch.cat([x.sum(axes), own_count])
     sums = context.all_reduce(ReduceOp.SUM, own_sums)
     count = sums[-1]
     mean = sums[:-1] / count

@@ -6,7 +6,6 @@ Each replica has its own `.grad`, buffers and random generator states. These are
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,9 @@ class TorchState:
         self._registry = registry
         self.writes = writes
         # Each replica's gradients and buffers, as they were when the rank last switched to another replica.
-        self._away: list[dict[Slot, torch.Tensor | None]] = [{} for _ in range(count)]
+        self._away: list[dict[Slot, torch.Tensor | None]] = []
+        for _ in range(count):
+            self._away.append({})
         self._generators: list[list[torch.Tensor]] = []
         self._seed = torch.initial_seed()
         # Replica 0's gradients and buffers, with their versions, when the last run ended.
@@ -50,7 +51,8 @@ class TorchState:
         """
         others = self._away[1:]
         # Modules that share a tensor share its copies, too.
-        clones: dict[int, Sequence[torch.Tensor | None]] = {id(None): [None] * len(others)}
+        clones: dict[int, Sequence[torch.Tensor | None]] = {}
+        clones[id(None)] = [None] * len(others)
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
             if tensor is left and version(tensor) == left_version:
@@ -82,7 +84,7 @@ class TorchState:
         in_step = True
         for other in others:
             pairs = zip(self._generators[0], other, strict=False)
-            in_step = in_step and all(torch.equal(mine, theirs) for mine, theirs in pairs)
+            in_step &= all(torch.equal(mine, theirs) for mine, theirs in pairs)
         if in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
         return [now, *others]
@@ -105,27 +107,29 @@ class TorchState:
         The modes are inference mode, whether gradients are recorded, the default device, autocast, and the
         accelerator's current stream, all as they are now.
         """
+        is_inference = torch.is_inference_mode_enabled()
+        records = torch.is_grad_enabled()
         device = arrays.default_device()
-        module = _accelerator_in_use()
-        modes: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
-            functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
-            functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-            lambda: device,
-        ]
+        autocasts = []
         for kind in ("cpu", torch_accelerator()):
             if kind and torch.is_autocast_enabled(kind):
-                dtype = torch.get_autocast_dtype(kind)
-                modes.append(functools.partial(torch.autocast, kind, dtype=dtype))
+                autocasts.append((kind, torch.get_autocast_dtype(kind)))
+        module = _accelerator_in_use()
+        stream = None
         if module is not None:
-            # Entering a stream enters its device.
-            modes.append(functools.partial(module.stream, module.current_stream()))
+            stream = module.current_stream()
 
         @contextlib.contextmanager
         def enter() -> Iterator[None]:
             torch.get_num_threads()  # sets up this thread's OpenMP; else it would use all cores
             with contextlib.ExitStack() as stack:
-                for mode in modes:
-                    stack.enter_context(mode())
+                stack.enter_context(torch.inference_mode(is_inference))
+                stack.enter_context(torch.set_grad_enabled(records))
+                stack.enter_context(device)
+                for kind, dtype in autocasts:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+                if stream is not None:
+                    stack.enter_context(module.stream(stream))  # enters its device, too
                 yield
 
         return enter
@@ -145,10 +149,14 @@ class TorchState:
         Returns: a list for each replica, replica 0 first. It has an entry for each of `slots`, in their order: the
             tensor, or None if the program has dropped the buffer.
         """
-        copies = [[slot.tensor() for slot in slots]]
+        firsts = [slot.tensor() for slot in slots]
+        copies = [firsts]
         for away in self._away[1:]:
-            kept = zip(map(away.get, slots), copies[0], strict=True)
-            copies.append([first if tensor is None else tensor for tensor, first in kept])
+            of_replica = []
+            for slot, first in zip(slots, firsts, strict=True):
+                tensor = away.get(slot)
+                of_replica.append(first if tensor is None else tensor)
+            copies.append(of_replica)
         return copies
 
 

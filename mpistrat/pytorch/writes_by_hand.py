@@ -71,7 +71,8 @@ class WritesByHand:
 
     def stepped(self) -> None:
         """Note that an optimizer has written parameters, once for all replicas."""
-        self._written.update((slot, None) for slot, _ in self._look())
+        for slot, _ in self._look():
+            self._written[slot] = None
 
     def end_turn(self, replica: int) -> None:
         """Check the parameters that a replica has written in its turn. Called by: the end of the turn.
@@ -84,7 +85,8 @@ class WritesByHand:
             now = _bits(parameter)
             if replica == 0:
                 self._written[slot] = now
-            if self._written.setdefault(slot, now) != now and not self._is_renormalized(parameter):
+            differs = self._written.setdefault(slot, now) != now
+            if differs and not self._is_renormalized(parameter):
                 raise RuntimeError(
                     f"parameter {slot.name}, of shape {list(parameter.shape)}, was written inside run by something "
                     f"else than an optimizer's step: the {self._count} replicas of this rank share it, so each would "

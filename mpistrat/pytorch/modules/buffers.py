@@ -7,7 +7,6 @@ values, and a notice names buffers that may need another rule.
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,7 +38,10 @@ def snapshot(registry: Registry) -> Snapshot:
     """
     # The list keeps the modules alive, so that no `id` is used twice.
     found = [(slot, slot.module(), slot.tensor()) for slot in registry.buffers]
-    written = {id(module) for slot, module, tensor in found if slot.changed(tensor)}
+    written = set()
+    for slot, module, tensor in found:
+        if slot.changed(tensor):
+            written.add(id(module))
     return [
         (tensor, max(id(module) in written, _DIFFERS * slot.differs))
         for slot, module, tensor in found
@@ -63,7 +65,8 @@ def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
         the checksum's negative.
     """
     unwritten = (0, _LIMITS.min, _LIMITS.min)
-    flags = np.array([unwritten] * len(snapshots[0]), np.int32)
+    count = len(snapshots[0])
+    flags = np.array([unwritten] * count, np.int32)
     for taken in snapshots:
         for row, (tensor, written) in zip(flags, taken, strict=True):
             if tensor is None:
@@ -101,7 +104,8 @@ def reduce(
         _tell_of([slots[i] for i in different], parts.group.communicator.rank)
     copies: _Copies = {}
     groups: _Groups = {rule: [] for rule in RULES}
-    for i in np.flatnonzero((numbers > 0) & (shapes == -negatives)).tolist():
+    is_reduced = (numbers > 0) & (shapes == -negatives)
+    for i in np.flatnonzero(is_reduced).tolist():
         tensors: list[Any] = [taken[i][0] for taken in snapshots]
         rule = slots[i].rule or "mean"
         if rule == "mean" and not is_inexact(tensors[0]):
@@ -110,8 +114,8 @@ def reduce(
         if rule != "local":
             copies[i] = tensors
     values = _sums_of_all(parts, slots, copies, groups, label)
-    for op in (ReduceOp.MIN, ReduceOp.MAX):
-        extremes = {i: copies[i] for i in groups[op.name.lower()]}
+    for rule, op in (("min", ReduceOp.MIN), ("max", ReduceOp.MAX)):
+        extremes = {i: copies[i] for i in groups[rule]}
         results = parts.ops.over_ranks.all_reduce(op, list(extremes.values()), label=label)
         values.update(zip(extremes, results, strict=True))
     _compare(parts, slots, copies, values)
@@ -193,7 +197,8 @@ def _sums_of_all(
         label += " and a sum"  # so the ranks notice if not all have declared it
     contributions += [pack.components(is_first) for pack in packs]
     totals = parts.ops.over_ranks.all_reduce(ReduceOp.SUM, contributions, label=label)
-    values = dict(zip([*means, *groups["sum"]], totals, strict=False))
+    indices = [*means, *groups["sum"]]
+    values = dict(zip(indices, totals, strict=False))
     if means:
         count = parts.group.num_replicas_in_sync
         divided = torch._foreach_div(totals[: len(means)], count)
@@ -229,7 +234,7 @@ class _BytePack:
         padding = flat.new_zeros(-len(flat) % 8)
         self._bytes = torch.cat([flat, padding])
         self._sent = self._bytes.view(torch.int64)
-        self._others = len(copies[groups[0][0]]) - 1
+        self._replicas = len(copies[groups[0][0]])
 
     def send_as(self, dtype: torch.dtype) -> None:
         """Convert the bytes to floats of `dtype`, so that they are sent with other floats. Large packs stay int64.
@@ -244,8 +249,10 @@ class _BytePack:
 
         Args: is_first: whether this rank has the first replica of all. Only this replica contributes the bytes.
         """
-        zeros = torch.zeros_like(self._sent)
-        return [self._sent if is_first else zeros, *[zeros] * self._others]
+        contributions = [torch.zeros_like(self._sent)] * self._replicas
+        if is_first:
+            contributions[0] = self._sent
+        return contributions
 
     def values_of(self, total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield pairs of a buffer's index and the first replica's values. Args: total: the sum of all contributions."""
@@ -272,7 +279,7 @@ def _byte_packs(copies: _Copies, floats: Sequence[int], firsts: Sequence[int]) -
         device = like[group[0]].device
         groups.setdefault(device, []).append(group)
     packs = {device: _BytePack(of_device, copies) for device, of_device in groups.items()}
-    for tensor in sorted([like[i] for i in floats], key=operator.attrgetter("itemsize")):
+    for tensor in sorted([like[i] for i in floats], key=lambda tensor: tensor.itemsize):
         if tensor.device in packs and tensor.is_floating_point() and tensor.itemsize > 1:
             packs[tensor.device].send_as(tensor.dtype)
     return list(packs.values())
@@ -282,7 +289,7 @@ def _broadcast(
     parts: ModuleParts, copies: _Copies, indices: Sequence[int], label: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Broadcast rank 0's values through the host, and yield pairs of a buffer's index and values. Collective."""
-    like = {i: tensors[0].detach() for i, tensors in copies.items()}
+    like = {i: copies[i][0].detach() for i in indices}
     for group in packing.alike(like, indices):
         tensors = [like[i] for i in group]
         flat = arrays.to_host(packing.concatenated(tensors))
@@ -306,7 +313,10 @@ def _write(
     sources: list[torch.Tensor] = []
     for i, value in values.items():
         for tensor in copies[i]:
-            targets.append(tensor.detach() if slots[i].changed(tensor) else tensor.data)
+            target = tensor.data
+            if slots[i].changed(tensor):
+                target = tensor.detach()
+            targets.append(target)
             sources.append(value.view(tensor.shape))
     if targets:
         with torch.no_grad():

@@ -108,8 +108,10 @@ def bring_states(parameters: Collection[torch.Tensor]) -> None:
     Args: parameters: the parameters that were moved.
     """
     moved = set(parameters)
+    if not moved:
+        return
     # Only the garbage collector knows all optimizers: a program may make one outside the scope, and restore it inside.
-    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)] if moved else []
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             counts_on_host = not (group.get("capturable") or group.get("fused"))
@@ -136,12 +138,17 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        if args and isinstance(args[0], torch.Tensor) and args[0].device == device:
+        first = next(iter(args), None)
+        if isinstance(first, torch.Tensor) and first.device == device:
             return call(*args, **kwargs)
-        leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_packed)
-        devices = [(x.data if _is_packed(x) else x).device for x in leaves if _can_move(x)]
+        devices = []
+        for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_packed):
+            tensor = leaf.data if _is_packed(leaf) else leaf
+            if isinstance(tensor, torch.Tensor):
+                devices.append(tensor.device)
         parameter = next(module.parameters(), None)
-        if not devices or device in devices or parameter is None or parameter.device != device:
+        is_there = parameter is not None and parameter.device == device
+        if not devices or device in devices or not is_there:
             return call(*args, **kwargs)
         args, kwargs = _on(device, (args, kwargs))
         return _on(devices[0], call(*args, **kwargs))
@@ -151,9 +158,11 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
 
 def _on(device: torch.device, values: Any) -> Any:
     """Return `values`, a structure, with its tensors on `device`."""
-    return pytree.tree_map(
-        lambda x: x.to(device) if _can_move(x) else x, values, is_leaf=_is_packed
-    )
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if _can_move(value) else value
+
+    return pytree.tree_map(moved, values, is_leaf=_is_packed)
 
 
 def _is_packed(value: Any) -> bool:

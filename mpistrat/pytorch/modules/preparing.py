@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -56,11 +55,12 @@ def check_optimizers(
     Raises: ValueError if an optimizer has a trainable parameter that is not in `modules`, not mirrored and no DTensor;
         or if no trainable parameter of it is in `modules`, though there are some.
     """
-    prepared = set(itertools.chain.from_iterable(module.parameters() for module in modules))
+    prepared = {parameter for module in modules for parameter in module.parameters()}
     for optimizer in optimizers:
         trained = [p for p in hooks.parameters_of(optimizer) if p.requires_grad]
         others = set(trained) - prepared
-        unknown = [p for p in others if not (p in owner.registry or is_sharded(p))]
+        unmirrored = [p for p in others if p not in owner.registry]
+        unknown = [p for p in unmirrored if not is_sharded(p)]
         if unknown or (prepared and trained and prepared.isdisjoint(trained)):
             kind = type(optimizer).__name__
             classes = {type(module).__name__ for module in modules}
@@ -136,7 +136,8 @@ def first_difference(of_ranks: list[Lines]) -> tuple[Any, str]:
     Returns: the key; and rank 0's line with the line of the lowest rank that differs.
     Raises: ValueError if all ranks have the same lines.
     """
-    for key in itertools.chain.from_iterable(of_ranks):
+    keys = [key for lines in of_ranks for key in lines]
+    for key in keys:
         first = of_ranks[0].get(key, "nothing")
         for rank, lines in enumerate(of_ranks):
             line = lines.get(key, "nothing")
@@ -171,20 +172,20 @@ def _described(
         names[id(slot.reference())] = f"{slot.name} (number {i})"
     for g, group in enumerate(value.param_groups):
         parameters = group["params"]
-        # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
-        whole = [p for p in parameters if not is_sharded(p) or p.device_mesh.size() == size]
-        for i, p in enumerate(whole):
-            name = names.get(id(p)) or _kind_of(p)
-            yield f"{_PARAMETER}{i} of group {g}", f"is {name}"
+        whole = []
+        for p in parameters:
+            # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
+            if is_sharded(p) and p.device_mesh.size() != size:
+                continue
+            kind = "lazy"
+            if not is_lazy(p):
+                kind = f"{p.dtype}{list(p.shape)}"
+            name = names.get(id(p), kind)
+            yield f"{_PARAMETER}{len(whole)} of group {g}", f"is {name}"
+            whole.append(p)
         if purpose != "restore" and (whole or not parameters):
             yield from _plain({**group, "params": len(whole)}, f" of group {g}")
             yield f"group {g}", f"has {_steps_of(value, whole)}"
-
-
-def _kind_of(parameter: torch.Tensor) -> str:
-    if is_lazy(parameter):
-        return "lazy"
-    return f"{parameter.dtype}{list(parameter.shape)}"
 
 
 def _plain(state: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
@@ -208,8 +209,9 @@ def numbers_of(value: Any) -> Any:
     if isinstance(value, LRScheduler):
         # A scheduler of the program may keep its rank. The last bits of `best`, a metric, depend on the GPU.
         is_of_torch = type(value).__module__.startswith("torch.")
-        kept = vars(value).keys() - {"best"} if is_of_torch else _OF_EVERY_SCHEDULER
-        return {key: state for key, state in vars(value).items() if key in kept}
+        state = vars(value)
+        kept = state.keys() - {"best"} if is_of_torch else _OF_EVERY_SCHEDULER
+        return {key: state[key] for key in state if key in kept}
     if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1:
         return value.item()
     return None

@@ -25,14 +25,16 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Register torch's global hooks, so that all recorders hear of each parameter, buffer and submodule of any module.
+    """Have all recorders hear of each parameter, buffer and submodule that any module of the process gets.
 
-    The hooks are never removed. Torch iterates over its hooks, and the garbage collector may free a strategy meanwhile.
+    They hear by torch's three global registration hooks, and of the module of a `DistributedDataParallel` already
+    before its constructor, because the constructor looks for a process group before it registers the module.
+    Nothing of this is removed. Torch iterates over its hooks, and the garbage collector may free a strategy meanwhile.
     """
     hooks.register_module_parameter_registration_hook(_see)
     hooks.register_module_buffer_registration_hook(_see)
-    before_data_parallel(_see)
     hooks.register_module_module_registration_hook(_see)
+    before_data_parallel(_see)
 
 
 def _see(module: Module, name: str, value: Any) -> None:

@@ -46,7 +46,8 @@ class ParameterPages:
 
         The storage of the view is these bytes alone.
         """
-        return torch.from_numpy(memory[self.first : self.end]).view(self.dtype)
+        own = memory[self.first : self.end]
+        return torch.from_numpy(own).view(self.dtype)
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of `flat` in the parameter's shape and strides."""
@@ -132,7 +133,7 @@ class Block:
                 absent.append(target)
             else:
                 targets.append(target)
-                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                sources.append(gradient.to_dense())  # itself, if it is dense
         if absent:
             torch._foreach_zero_(absent)
         if targets:
@@ -144,9 +145,11 @@ class Block:
         If `places` have any such gradient, all earlier gradients in use keep their values in the old view, private to
         this rank, and `gradient_view` becomes a new view. Else nothing changes.
         """
-        lent = {
-            first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
-        }
+        lent = {}
+        for first, reference in self._lent.items():
+            memory = reference()
+            if memory is not None:
+                lent[first] = memory
         if lent.keys().isdisjoint(place.first for place in places):
             return
         for first, memory in lent.items():

@@ -73,11 +73,11 @@ class SharedParameters:
         Called by: each reduction of gradients, and each optimizer step.
         Raises: RuntimeError if one has. The other ranks raise CollectiveMismatchError in their next collective.
         """
-        moved = next(filter(self.has_moved, parameters), None)
-        if moved is not None:
+        moved = [parameter for parameter in parameters if self.has_moved(parameter)]
+        if moved:
             self.communicator.raise_together(
                 RuntimeError(
-                    f"a shared parameter of shape {list(moved.shape)} was given other memory inside run, by "
+                    f"a shared parameter of shape {list(moved[0].shape)} was given other memory inside run, by "
                     "`.data = …` or a module's .to(). Do this outside run: the next run shares the parameter again. Or "
                     "write in place: parameter.copy_(…)"
                 )
@@ -196,8 +196,8 @@ class SharedParameters:
 
         Makes no collective if nothing was ever shared.
         """
-        blocks = dict.fromkeys(place.block for _, place in self._places.values())
-        if self._has_shared:  # `_has_shared` is equal on all ranks; `blocks` may differ
+        if self._has_shared:  # this is equal on all ranks; the blocks may differ
+            blocks = dict.fromkeys(place.block for _, place in self._places.values())
             settling = Settling(self.communicator, "publishing shared parameters")
             settling.begin((block.values, block.value_view) for block in blocks)
             settling.end()
@@ -251,7 +251,8 @@ class SharedParameters:
             scale: number that multiplies the new gradients' sums; None for plain sums.
         Returns: the sums by slot. A tensor of `before` that lies in the block is itself the sum.
         """
-        block.bring(list(places.values()), [contributions[slot] for slot in places])
+        of_places = [contributions[slot] for slot in places]
+        block.bring(list(places.values()), of_places)
         grown = _bring_earlier(block, places, before)
         view = block.gradient_view
         grows = [(place, slot in before) for slot, place in places.items()]
@@ -265,10 +266,10 @@ class SharedParameters:
                 used[place.pages] = True
             written &= used
         view.renew(written)
-        return {
-            slot: before[slot] if slot in grown else block.lend(place)
-            for slot, place in places.items()
-        }
+        sums = {}
+        for slot, place in places.items():
+            sums[slot] = before[slot] if slot in grown else block.lend(place)
+        return sums
 
 
 def _bring_earlier(
@@ -337,9 +338,8 @@ def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
     Args: places: pairs of a parameter's place, and whether the sum is added to an earlier gradient there.
     """
     parts: list[ByteRange] = []
-    continued: Any = (
-        None  # the dtype, `added` and first byte of a place that the last range can take in
-    )
+    # The dtype, `added` and first byte of a place that the last range can take in.
+    continued: Any = None
     for place, added in sorted(places, key=lambda pair: pair[0].first):
         end = place.pages.stop * PAGE
         if (place.dtype, added, place.first) == continued:

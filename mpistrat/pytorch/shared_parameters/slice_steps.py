@@ -146,7 +146,15 @@ class _Slices:
         are in the twin as they are.
         Args: parameters: all parameters of `optimizer`.
         """
-        self._find_slices(optimizer, parameters)
+        for parameter in parameters:
+            place = self._shared.place_of(parameter)
+            part = self._slices.get(parameter)
+            if place is None:
+                if part is not None:  # no longer shared
+                    part.leave(optimizer.state[parameter])
+                    del self._slices[parameter]
+            elif part is None or part.place is not place:
+                self._slices[parameter] = _Slice(parameter, place)
         blocks = self._shared.blocks(self._slices)
         memories = {}
         for key, kept in self._memories.items():
@@ -163,17 +171,6 @@ class _Slices:
         twin = hooks.twin_of(optimizer, lambda group: [stepped.get(p, p) for p in group])
         twin.state = self._state  # type: ignore[assignment]
         return twin
-
-    def _find_slices(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        for parameter in parameters:
-            place = self._shared.place_of(parameter)
-            part = self._slices.get(parameter)
-            if place is None:
-                if part is not None:  # no longer shared
-                    part.leave(optimizer.state[parameter])
-                    del self._slices[parameter]
-            elif part is None or part.place is not place:
-                self._slices[parameter] = _Slice(parameter, place)
 
     def _take_state(self, optimizer: Optimizer) -> None:
         """Fill the twin's state from `optimizer.state`, where the program may have put other state since the last step.
@@ -265,7 +262,8 @@ class _Slices:
         for name in whole.keys() - state.keys():
             del whole[name]
         for name, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.shape != part.tensor.shape:
+            is_slice = isinstance(value, torch.Tensor) and value.shape == part.tensor.shape
+            if not is_slice:
                 whole[name] = value
                 continue
             kept = part.state.get(name)

@@ -13,8 +13,7 @@ from mpistrat import arrays
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.errors import DivergenceError
-from mpistrat.pytorch.watch.difference import difference
-from mpistrat.pytorch.watch.digests import bits, describe, digest
+from mpistrat.pytorch.watch.digests import bits, describe, difference, digest
 from mpistrat.pytorch.watch.keys import Key
 from mpistrat.pytorch.watch.mirrored_state import MirroredThing, State
 
@@ -42,10 +41,9 @@ class Digested(NamedTuple):
 
     @classmethod
     def of(cls, thing: MirroredThing) -> Digested:
-        descriptions = (
-            describe(copy) if arrays.is_array(copy) else repr(copy) for copy in thing.copies
-        )
-        return cls(tuple(descriptions), tuple(map(digest, thing.copies)))
+        descriptions = tuple(describe(copy) for copy in thing.copies)
+        digests = tuple(digest(copy) for copy in thing.copies)
+        return cls(descriptions, digests)
 
 
 class StateComparison:
@@ -74,7 +72,8 @@ class StateComparison:
             self._digested[key] = digested
             firsts.append((key, digested.digests[0]))
             alike &= len(set(digested.digests)) == 1
-        high, low = divmod(zlib.crc32(repr(firsts).encode()), 1 << 16)
+        checksum = zlib.crc32(repr(firsts).encode())
+        high, low = divmod(checksum, 1 << 16)
         self.words = np.array([low, -low, high, -high], np.int32)
         if not alike:
             self.words[:] = np.iinfo(np.int32).max
@@ -102,7 +101,7 @@ class StateComparison:
         by_rank = self._communicator.all_gather_object(
             self._digested, label="digests of what is mirrored"
         )
-        common = sorted(set.intersection(*map(set, by_rank)))
+        common = sorted(set(self._digested).intersection(*by_rank))
         differing = {}
         for key in common:
             copies = Copies([things[key] for things in by_rank])
@@ -183,7 +182,7 @@ class Copies:
         self.reference = largest[0]
         self.are_equal = not smaller
         suspects = {rank for group in smaller for rank, _ in group}
-        has_majority = len(largest) > max(map(len, smaller), default=0)
+        has_majority = not smaller or len(largest) > len(smaller[0])
         self.suspects = tuple(sorted(suspects)) if has_majority else ()
 
     def verdict(self, nodes: Sequence[str]) -> str:
@@ -199,7 +198,8 @@ class Copies:
     def name_of(self, rank: int, copy: int) -> str:
         if len(self.by_rank[rank].digests) == 1:
             return f"rank {rank}"
-        before = sum(len(thing.digests) for thing in self.by_rank[:rank])
+        earlier = self.by_rank[:rank]
+        before = sum(len(thing.digests) for thing in earlier)
         return f"replica {before + copy} (rank {rank})"
 
     def descriptions(self) -> list[str]:
@@ -217,5 +217,6 @@ class Copies:
         lines = []
         for rank, thing in enumerate(self.by_rank):
             for copy, described in enumerate(thing.descriptions):
-                lines.append(f"{self.name_of(rank, copy)}: {cut}{described[begin:end]}")
+                shown = described[begin:end]
+                lines.append(f"{self.name_of(rank, copy)}: {cut}{shown}")
         return lines

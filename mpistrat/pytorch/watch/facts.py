@@ -61,10 +61,11 @@ class Facts:
         elif is_unreduced:
             self._found.setdefault(drift.UNREDUCED, str(step))
         if self._versions:
-            present = [version(parameter) for parameter in self.parameters()]
-            for slot, before in enumerate(self._versions):
-                if before != present[slot]:
-                    self._found.setdefault(drift.WRITTEN, self._reducer.registry.slots[slot].name)
+            parameters = self.parameters()
+            slots = self._reducer.registry.slots
+            for i, before in enumerate(self._versions):
+                if before != version(parameters[i]):
+                    self._found.setdefault(drift.WRITTEN, slots[i].name)
             self._versions = []
         return due
 

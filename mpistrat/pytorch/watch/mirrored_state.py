@@ -171,12 +171,13 @@ def _states_of(
     """
     for g, group in enumerate(optimizer.param_groups):
         parameters = group["params"]
-        members = [slots[id(p)][0] for p in parameters if id(p) in slots]
+        mirrored = [slots[id(p)] for p in parameters if id(p) in slots]
+        members = tuple(number for number, _ in mirrored)
         # Ranks may train other parameters each, and send each other the values. Then the groups differ.
         if members or not parameters:
             # Other entries, such as a time, are the program's own.
             options = {key: group.get(key) for key in optimizer.defaults}
-            yield (OF_GROUP, g, tuple(members)), f"group {g}", options
+            yield (OF_GROUP, g, members), f"group {g}", options
     for parameter, state in list(optimizer.state.items()):
         if id(parameter) in slots and isinstance(state, dict):
             index, name = slots[id(parameter)]
@@ -203,7 +204,8 @@ def _schedulers_and_scalers(modules: StrategyModules) -> Iterator[tuple[Key, Mir
         elif isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau):
             # Some of torch's schedulers do not count.
             has_stepped = getattr(value, "_step_count", 2) > 1
-            state = with_six_digits(numbers_of(value)) if has_stepped else {}
+            if has_stepped:
+                state = with_six_digits(numbers_of(value))
         for key, entry in state.items():
             # `_init_scale` and such are of no use once the scaler has stepped.
             if is_comparable(entry) and not key.startswith("_init"):

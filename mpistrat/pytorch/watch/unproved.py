@@ -85,7 +85,8 @@ class Unproved:
             values = taken.values.by_key()
             gradients = taken.gradients.by_key()
             evidence.append(drift.Evidence(taken.step, values, gradients, taken.facts))
-        of_ranks, now_of_ranks, generators = zip(*gather((evidence, now, generator)), strict=True)
+        gathered = gather((evidence, now, generator))
+        of_ranks, now_of_ranks, generators = zip(*gathered, strict=True)
         found = drift.first_drift(of_ranks, now_of_ranks, self.equal_after, set(generators))
         if found is None:
             return None

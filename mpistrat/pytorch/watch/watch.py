@@ -177,4 +177,5 @@ def _keep_last(reference: weakref.ref[Watch]) -> None:
 
 
 def _samples(things: State, turn: int) -> Samples:
-    return Samples({key: thing.copies[0] for key, thing in things.items()}, turn)
+    firsts = {key: thing.copies[0] for key, thing in things.items()}
+    return Samples(firsts, turn)

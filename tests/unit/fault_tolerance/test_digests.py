@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.pytorch.watch.difference import difference
-from mpistrat.pytorch.watch.digests import ROW, bits, digest
+from mpistrat.pytorch.watch.digests import ROW, bits, difference, digest
 
 SHAPES = [(), (1,), (0,), (7,), (ROW,), (ROW + 1,), (3, ROW), (5, 1000), (2, 3, ROW // 2)]
 TORCH = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64]
