@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 # Each element of the parameter and of its state depends on the same element of the gradient alone.
 _NAMES = "SGD Adam AdamW NAdam RAdam Adamax RMSprop Rprop Adagrad Adadelta ASGD"
-_ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in _NAMES.split())
+_ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES.split()}
 
 
 def why_not_elementwise(optimizer: type[Optimizer]) -> str:

@@ -90,8 +90,7 @@ def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
         return _NOTHING
-    disabled: contextlib.AbstractContextManager[None] = compiled_autograd._disable()
-    return disabled
+    return compiled_autograd._disable()
 
 
 def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
@@ -265,8 +264,9 @@ def _call_for(calls: WeakIdKeyDictionary, module: torch.nn.Module) -> None:
 
 @functools.cache
 def _replace_state_dict() -> None:
-    before = functools.partial(_call_for, _before_state_dict)
-    _replace_method(torch.nn.Module, "state_dict", before)
+    _replace_method(
+        torch.nn.Module, "state_dict", lambda module: _call_for(_before_state_dict, module)
+    )
 
 
 @functools.cache

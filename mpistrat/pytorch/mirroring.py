@@ -243,7 +243,17 @@ class Mirroring(StrategyModules):
                 self._check_alike(tensors)
                 self._broadcast([tensor.detach() for _, tensor in tensors])
             self._drop_dead()
-            self._register(new)
+            for name, parameter in new.parameters:
+                if parameter not in self.registry:
+                    self.registry.add_parameter(name, parameter)
+                    if not self._is_alone:
+                        self.reducer.arrivals.guard(parameter)
+            for name, module, key, buffer in new.buffers:
+                slot = self.registry.buffer(module, key)
+                if slot is None:
+                    slot = self.registry.add_buffer(name, module, key, rule_of(module, key))
+                    hooks.before_state_dict(module, self.average_written_buffers)
+                slot.settle([buffer])
             if self._shared is not None:
                 parameters = [parameter for _, parameter in new.parameters]
                 self._shared.share(parameters, self.registry)
@@ -252,19 +262,6 @@ class Mirroring(StrategyModules):
                 self.parts.watch = Watch(self, self.recorder.roots)
             if self.parts.watch is not None:
                 self.parts.watch.facts.note_versions()
-
-    def _register(self, new: NewTensors) -> None:
-        for name, parameter in new.parameters:
-            if parameter not in self.registry:
-                self.registry.add_parameter(name, parameter)
-                if not self._is_alone:
-                    self.reducer.arrivals.guard(parameter)
-        for name, module, key, buffer in new.buffers:
-            slot = self.registry.buffer(module, key)
-            if slot is None:
-                slot = self.registry.add_buffer(name, module, key, rule_of(module, key))
-                hooks.before_state_dict(module, self.average_written_buffers)
-            slot.settle([buffer])
 
     def _check_alike(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raise, on all ranks, if tensors differ between ranks or cannot be written. Collective.

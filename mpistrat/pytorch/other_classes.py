@@ -21,7 +21,8 @@ def classes_of(objects: Mapping[str, Any]) -> dict[str, str]:
     """
     classes = {}
     for name, value in objects.items():
-        if callable(getattr(value, "step", None)) and not isinstance(value, torch.nn.Module):
+        has_step = callable(getattr(value, "step", None))
+        if has_step and not isinstance(value, torch.nn.Module):
             parts = getattr(value, "_schedulers", None) or ()
             names = [type(part).__name__ for part in (value, *parts)]
             classes[name] = "/".join(names)

@@ -37,10 +37,7 @@ def _update_bn(loader: Any, model: torch.nn.Module, device: Any = None) -> None:
     block: Any = contextlib.nullcontext()
     if hasattr(owner, "replica"):
         block = owner.replica()
-    norms: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            norms.append(module)
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     with block:
         strategy = get_strategy()
         runs = strategy.runs
@@ -80,8 +77,8 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         mean, variance, count = _statistics(context, input)
         # A replica with more than 1 value per channel need not read `count`: a read would wait for the device.
-        must_read = input.numel() <= input.shape[1] and not is_on_xla(input)
-        if must_read and count <= 1:
+        has_few = input.numel() <= input.shape[1]
+        if has_few and not is_on_xla(input) and count <= 1:
             raise ValueError(
                 "SyncBatchNorm needs more than 1 value per channel over all replicas to train, got "
                 f"{int(count)}; this replica's input has shape {list(input.shape)}"
@@ -216,8 +213,7 @@ class _Normalized(torch.autograd.Function):
 
 @not_compiled  # its backward communicates
 def _normalized(*operands: Any) -> torch.Tensor:
-    output: torch.Tensor = _Normalized.apply(*operands)
-    return output
+    return _Normalized.apply(*operands)
 
 
 def _axes(x: torch.Tensor) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from mpistrat import arrays
 from mpistrat.machine.devices import torch_accelerator
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.modules.registry import BufferSlot, Registry, Slot, version
+from mpistrat.pytorch.modules.registry import BufferSlot, OwnTensor, Registry, Slot, version
 from mpistrat.pytorch.writes_by_hand import WritesByHand
 
 if TYPE_CHECKING:
@@ -36,13 +36,11 @@ class TorchState:
         self._registry = registry
         self.writes = writes
         # Each replica's gradients and buffers, as they were when the rank last switched to another replica.
-        self._away: list[dict[Slot, torch.Tensor | None]] = []
-        for _ in range(count):
-            self._away.append({})
+        self._away = [dict[Slot, OwnTensor]() for _ in range(count)]
         self._generators: list[list[torch.Tensor]] = []
         self._seed = torch.initial_seed()
         # Replica 0's gradients and buffers, with their versions, when the last run ended.
-        self._left: dict[Slot, tuple[torch.Tensor | None, int]] = {}
+        self._left: dict[Slot, tuple[OwnTensor, int]] = {}
 
     def begin(self) -> None:
         """Begin a run: copy gradients and buffers of replica 0 that the program has changed to the other replicas.
@@ -51,7 +49,7 @@ class TorchState:
         """
         others = self._away[1:]
         # Modules that share a tensor share its copies, too.
-        clones: dict[int, Sequence[torch.Tensor | None]] = {}
+        clones: dict[int, Sequence[OwnTensor]] = {}
         clones[id(None)] = [None] * len(others)
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
@@ -83,8 +81,8 @@ class TorchState:
         others = self._generators[1:]
         in_step = True
         for other in others:
-            pairs = zip(self._generators[0], other, strict=False)
-            in_step &= all(torch.equal(mine, theirs) for mine, theirs in pairs)
+            for first, state in zip(self._generators[0], other, strict=False):
+                in_step &= torch.equal(first, state)
         if in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
         return [now, *others]

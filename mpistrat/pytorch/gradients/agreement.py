@@ -252,10 +252,11 @@ class StepAgreement:
         # A parameter that the program has dropped is not frozen.
         frozen = [s.name for s in slots if not getattr(s.reference(), "requires_grad", True)]
         if frozen:
+            some = ", ".join(frozen[:_NAMED])
             self._communicator.raise_together(
                 RuntimeError(
                     f"rank {self._communicator.rank} has frozen {len(frozen)} parameters (requires_grad is False) that "
-                    f"other ranks train, such as {', '.join(frozen[:_NAMED])}. It contributes nothing to their "
+                    f"other ranks train, such as {some}. It contributes nothing to their "
                     "gradients, which would be too small. Call requires_grad_ on every rank alike"
                 )
             )

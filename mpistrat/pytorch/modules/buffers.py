@@ -267,8 +267,8 @@ class _BytePack:
             left = left[size:]
 
 
-def _byte_packs(copies: _Copies, floats: Sequence[int], firsts: Sequence[int]) -> list[_BytePack]:
-    """Return a pack of the buffers `firsts` for each device, in the widest dtype of `floats` on the same device.
+def _byte_packs(copies: _Copies, means: Sequence[int], firsts: Sequence[int]) -> list[_BytePack]:
+    """Return a pack of the buffers `firsts` for each device, in the widest float of `means` on the same device.
 
     Without floats there, or if the pack is large, it is a pack of int64.
     """
@@ -279,7 +279,8 @@ def _byte_packs(copies: _Copies, floats: Sequence[int], firsts: Sequence[int]) -
         device = like[group[0]].device
         groups.setdefault(device, []).append(group)
     packs = {device: _BytePack(of_device, copies) for device, of_device in groups.items()}
-    for tensor in sorted([like[i] for i in floats], key=lambda tensor: tensor.itemsize):
+    of_means = [like[i] for i in means]
+    for tensor in sorted(of_means, key=lambda tensor: tensor.itemsize):
         if tensor.device in packs and tensor.is_floating_point() and tensor.itemsize > 1:
             packs[tensor.device].send_as(tensor.dtype)
     return list(packs.values())

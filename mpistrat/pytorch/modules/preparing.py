@@ -55,7 +55,9 @@ def check_optimizers(
     Raises: ValueError if an optimizer has a trainable parameter that is not in `modules`, not mirrored and no DTensor;
         or if no trainable parameter of it is in `modules`, though there are some.
     """
-    prepared = {parameter for module in modules for parameter in module.parameters()}
+    prepared: set[torch.Tensor] = set()
+    for module in modules:
+        prepared.update(module.parameters())
     for optimizer in optimizers:
         trained = [p for p in hooks.parameters_of(optimizer) if p.requires_grad]
         others = set(trained) - prepared
@@ -90,7 +92,10 @@ def check_alike(
     Raises: ValueError on all ranks, if an object differs between ranks.
     """
     kinds = Optimizer if purpose == "restore" else (Optimizer, LRScheduler, torch.amp.GradScaler)
-    found = {name: value for name, value in objects.items() if isinstance(value, kinds)}
+    found = {}
+    for name, value in objects.items():
+        if isinstance(value, kinds):
+            found[name] = value
     communicator = extended.communicator
     if not found or communicator.size == 1:
         return
@@ -172,7 +177,7 @@ def _described(
         names[id(slot.reference())] = f"{slot.name} (number {i})"
     for g, group in enumerate(value.param_groups):
         parameters = group["params"]
-        whole = []
+        whole: list[torch.Tensor] = []
         for p in parameters:
             # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
             if is_sharded(p) and p.device_mesh.size() != size:

@@ -117,5 +117,6 @@ class Recorder:
         alive = list(self._modules)
         inside: set[int] = set()
         for module in alive:
-            inside.update(id(child) for child in module.modules() if child is not module)
+            for child in module.children():
+                inside.update(id(part) for part in child.modules())
         return [module for module in alive if id(module) not in inside]

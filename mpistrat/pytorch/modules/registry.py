@@ -84,7 +84,8 @@ class BufferSlot:
 
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
         """Record that the replicas' tensors are equal now. Args: copies: a tensor per replica of this rank, or None."""
-        self.settled = frozenset((id(copy), version(copy)) for copy in copies)
+        versions = [(id(copy), version(copy)) for copy in copies]
+        self.settled = frozenset(versions)
         if self.rule == "sum" and (tensor := self.tensor()) is not None:
             self.base = tensor.detach().clone()
 
@@ -105,6 +106,7 @@ class BufferSlot:
 
 
 Slot = ParameterSlot | BufferSlot
+OwnTensor = torch.Tensor | None  # the `.grad` or buffer that a replica has in a slot
 
 
 def version(tensor: torch.Tensor | None) -> int:
@@ -176,7 +178,7 @@ class Registry:
         """Return all parameters by slot; None for a parameter that the program has dropped."""
         return [slot.reference() for slot in self.slots]
 
-    def own_tensors(self) -> list[tuple[Slot, torch.Tensor | None]]:
+    def own_tensors(self) -> list[tuple[Slot, OwnTensor]]:
         """Return pairs of a slot and its tensor: the `.grad` of each parameter, then each buffer.
 
         The tensors belong to the replica that runs now. None stands for no gradient and for a dropped buffer.
@@ -199,8 +201,7 @@ class Registry:
 
     def buffer(self, module: torch.nn.Module, key: str) -> BufferSlot | None:
         """Return the slot of the buffer `key` of `module`; None if it is not mirrored."""
-        of_module: dict[str, BufferSlot] = self._buffers_of.get(module, {})
-        return of_module.get(key)
+        return self._buffers_of.get(module, {}).get(key)
 
     def add_buffer(self, name: str, module: torch.nn.Module, key: str, rule: str) -> BufferSlot:
         slot = BufferSlot(name, weakref.ref(module), key, rule)

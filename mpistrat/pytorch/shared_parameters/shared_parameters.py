@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,7 +165,8 @@ class SharedParameters:
             place = ParameterPages(block, first, parameter.nbytes, *layout)
             start, end = place.own(values)
             flat = place.in_order(parameter.detach())
-            place.flat(values.shared)[start:end] = flat[start:end]
+            shared = place.flat(values.shared)
+            shared[start:end] = flat[start:end]
             places.append(place)
         self.communicator.barrier(label="shared parameters")  # wait for all slices
         for parameter, place in zip(parameters, places, strict=True):
@@ -197,7 +198,8 @@ class SharedParameters:
         Makes no collective if nothing was ever shared.
         """
         if self._has_shared:  # this is equal on all ranks; the blocks may differ
-            blocks = dict.fromkeys(place.block for _, place in self._places.values())
+            places = [place for _, place in self._places.values()]
+            blocks = dict.fromkeys(place.block for place in places)
             settling = Settling(self.communicator, "publishing shared parameters")
             settling.begin((block.values, block.value_view) for block in blocks)
             settling.end()
@@ -255,8 +257,7 @@ class SharedParameters:
         block.bring(list(places.values()), of_places)
         grown = _bring_earlier(block, places, before)
         view = block.gradient_view
-        grows = [(place, slot in before) for slot, place in places.items()]
-        parts = _parts(grows)
+        parts = _parts(places, before)
         reduction = reducing(label=f"gradients of {len(places)} parameters", scale=scale)
         self.communicator.memory.sum_into(block.gradients, parts, view, reduction)
         written = view.written()
@@ -285,7 +286,8 @@ def _bring_earlier(
     for slot, tensor in earlier.items():
         if places[slot].holds(tensor, view):
             grown.add(slot)
-    block.make_way(place for slot, place in places.items() if slot not in grown)
+    overwritten = [place for slot, place in places.items() if slot not in grown]
+    block.make_way(overwritten)
     if block.gradient_view is not view:
         grown = set()
     for slot in earlier.keys() - grown:  # the program has put these gradients elsewhere
@@ -330,17 +332,21 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     )
 
 
-def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
+def _parts(places: dict[int, ParameterPages], earlier: Container[int]) -> list[ByteRange]:
     """Return the byte ranges of a block's memory that are to be summed up, in ascending order, as few as possible.
 
     The ranges of adjacent parameters are joined if their dtype and `added` are equal. A range ends with the parameter's
     last page; the bytes behind the parameter are zeros on all ranks.
-    Args: places: pairs of a parameter's place, and whether the sum is added to an earlier gradient there.
+    Args:
+        places: the place of each parameter, by slot.
+        earlier: slots of the parameters with an earlier gradient in their places, that the sum is added to.
     """
     parts: list[ByteRange] = []
     # The dtype, `added` and first byte of a place that the last range can take in.
     continued: Any = None
-    for place, added in sorted(places, key=lambda pair: pair[0].first):
+    for slot in sorted(places, key=lambda slot: places[slot].first):
+        place = places[slot]
+        added = slot in earlier
         end = place.pages.stop * PAGE
         if (place.dtype, added, place.first) == continued:
             parts[-1] = parts[-1]._replace(end=end)

@@ -156,12 +156,9 @@ class _Slices:
             elif part is None or part.place is not place:
                 self._slices[parameter] = _Slice(parameter, place)
         blocks = self._shared.blocks(self._slices)
-        memories = {}
-        for key, kept in self._memories.items():
-            block, _ = key
-            if block in blocks:
-                memories[key] = kept
-        self._memories = memories
+        for block, name in list(self._memories):
+            if block not in blocks:
+                del self._memories[block, name]
         values = [(block.values, block.value_view) for block in blocks]
         self._settling.begin([*values, *self._memories.values()])
         self._take_state(optimizer)
@@ -261,8 +258,9 @@ class _Slices:
     def _give_state(self, part: _Slice, state: dict[str, Any], whole: dict[str, Any]) -> None:
         for name in whole.keys() - state.keys():
             del whole[name]
+        shape = part.tensor.shape
         for name, value in state.items():
-            is_slice = isinstance(value, torch.Tensor) and value.shape == part.tensor.shape
+            is_slice = isinstance(value, torch.Tensor) and value.shape == shape
             if not is_slice:
                 whole[name] = value
                 continue

@@ -17,8 +17,6 @@ from mpistrat.pytorch.watch.digests import bits, describe, difference, digest
 from mpistrat.pytorch.watch.keys import Key
 from mpistrat.pytorch.watch.mirrored_state import MirroredThing, State
 
-_NODES = "names of the nodes"
-_COPY = "one copy of what differs"
 _MOST_TOLD = 8  # copies or names in a message
 _MOST_CHARACTERS = 80  # of a value in a message
 
@@ -74,7 +72,8 @@ class StateComparison:
             alike &= len(set(digested.digests)) == 1
         checksum = zlib.crc32(repr(firsts).encode())
         high, low = divmod(checksum, 1 << 16)
-        self.words = np.array([low, -low, high, -high], np.int32)
+        words = [low, -low, high, -high]
+        self.words = np.array(words, np.int32)
         if not alike:
             self.words[:] = np.iinfo(np.int32).max
 
@@ -114,7 +113,9 @@ class StateComparison:
                 continue
             if len(lines) > _MOST_TOLD:
                 lines[_MOST_TOLD:] = [f"and {len(lines) - _MOST_TOLD} more"]
-            nodes = self._communicator.all_gather_object(os.uname().nodename, label=_NODES)
+            nodes = self._communicator.all_gather_object(
+                os.uname().nodename, label="names of the nodes"
+            )
             text = "\n  ".join([f"{name} is not the same any more on all ranks ({when}):", *lines])
             verdict = copies.verdict(nodes)
             others = (
@@ -138,7 +139,9 @@ class StateComparison:
         root, copy = copies.reference
         is_root = self._communicator.rank == root
         reference = flats[copy].copy() if is_root else np.empty_like(flats[0])
-        self._communicator.broadcast(reference.view(np.uint8), root, label=_COPY)
+        self._communicator.broadcast(
+            reference.view(np.uint8), root, label="one copy of what differs"
+        )
         found = [difference(flat, reference, things[0]) for flat in flats]
         by_rank = self._communicator.all_gather_object(found, label="differences from it")
         described = copies.by_rank[root].descriptions[copy]

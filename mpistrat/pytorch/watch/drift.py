@@ -34,7 +34,6 @@ _CHANGED = "some .grad was written after backward() had reduced it"
 _OTHER = (
     "some ranks have loaded a state, or have written values or their .data outside optimizer.step()"
 )
-_GENERATORS = "; the ranks' random generators differ"
 
 
 class Evidence(NamedTuple):
@@ -74,7 +73,12 @@ class Drift(NamedTuple):
 def differing(by_rank: Sequence[Values]) -> set[Key]:
     """Return the keys that all ranks have, and that have other values on some ranks."""
     common = set(by_rank[0]).intersection(*by_rank)
-    return {key for key in common if len({values[key] for values in by_rank}) > 1}
+    found = set()
+    for key in common:
+        of_ranks = {values[key] for values in by_rank}
+        if len(of_ranks) > 1:
+            found.add(key)
+    return found
 
 
 def first_drift(
@@ -100,7 +104,7 @@ def first_drift(
         if keys:
             cause = _cause(keys[0], of_ranks)
             if keys[0][0] == PARAMETER and len(generators) > 1:
-                cause += _GENERATORS
+                cause += "; the ranks' random generators differ"
             return Drift(number, before, step, keys, cause)
         before = step
     return None
@@ -149,5 +153,7 @@ def values_in_words(by_rank: Sequence[Sequence[str]]) -> str:
             ranks.setdefault(f"{value:.40}", []).append(rank)
         if len(ranks) > 1:
             break
-    groups = [f"{text} on {ranks_in_words(of_text)}" for text, of_text in ranks.items()]
+    groups = []
+    for text, of_text in ranks.items():
+        groups.append(f"{text} on {ranks_in_words(of_text)}")
     return ", ".join(groups[:_MOST_TOLD])

@@ -88,7 +88,8 @@ def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
 def state_at_save(strategy: AnyStrategy, saved: Any) -> State:
     """Return the arrays that must be equal at a save, in the order of keys: variables, and tensors in `saved`."""
     found: State = {}
-    addresses = {leaf.data_ptr() for leaf in nest.flatten(saved) if arrays.is_torch(leaf)}
+    tensors = [leaf for leaf in nest.flatten(saved) if arrays.is_torch(leaf)]
+    addresses = {tensor.data_ptr() for tensor in tensors}
     for key, thing in _watched(strategy):
         value = thing.copies[0]
         is_saved = not arrays.is_torch(value) or value.data_ptr() in addresses
@@ -170,8 +171,8 @@ def _states_of(
         slots: (number, name) of each mirrored parameter, by `id`. States of other parameters are skipped.
     """
     for g, group in enumerate(optimizer.param_groups):
-        parameters = group["params"]
-        mirrored = [slots[id(p)] for p in parameters if id(p) in slots]
+        parameters = [id(parameter) for parameter in group["params"]]
+        mirrored = [slots[parameter] for parameter in parameters if parameter in slots]
         members = tuple(number for number, _ in mirrored)
         # Ranks may train other parameters each, and send each other the values. Then the groups differ.
         if members or not parameters:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,8 +110,7 @@ class Unproved:
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             of_comm = _of_communicators.setdefault(id(comm), [])
             if not of_comm:
-                action = functools.partial(_compare_at_end, comm, of_comm)
-                job_end().call_last(action)
+                job_end().call_last(lambda: _compare_at_end(comm, of_comm))
             of_comm.append(self)
 
 

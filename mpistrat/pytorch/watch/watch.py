@@ -7,10 +7,9 @@ that is there anyway, at last at the end of the program. The ranks send more onl
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -103,11 +102,6 @@ class Watch:
         """Keep samples of the last values when Python drops `optimizer`. Called by: its first step."""
         weakref.finalize(optimizer, _keep_last, weakref.ref(self)).atexit = False
 
-    def keep_last(self) -> None:
-        """Keep samples of the parameters that a dropped optimizer still holds, for the end of the program."""
-        if self._unproved.steps:
-            self._unproved.last = self._present().by_key()
-
     def _take(self, gradients: Samples, roots: Iterable[torch.nn.Module]) -> None:
         self._sampled_at = self._reducer.steps
         self._offered = 0
@@ -132,7 +126,8 @@ class Watch:
         if self._offered:
             step = self._unproved.steps[self._offered - 1].step
             checksum = self._unproved.checksum(self._offered)
-            self._parts.watched = np.array([step, -step, checksum, -checksum], np.int32)
+            words = [step, -step, checksum, -checksum]
+            self._parts.watched = np.array(words, np.int32)
 
     def received(self, greatest: np.ndarray) -> None:
         """Compare the ranks' words. If they differ, the ranks look for a drift together, and rank 0 tells of it.
@@ -156,7 +151,10 @@ class Watch:
             self._find(len(self._unproved.steps), raises=False)  # the checkpoint is to be written
 
     def _find(self, count: int, raises: bool = True) -> None:
-        gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
+
+        def gather(value: object) -> list[Any]:
+            return self._communicator.all_gather_object(value, label="samples of ranks")
+
         error = self._unproved.find(count, gather)
         if error is None:
             return
@@ -171,9 +169,10 @@ class Watch:
 
 
 def _keep_last(reference: weakref.ref[Watch]) -> None:
+    """Keep samples of the parameters that a dropped optimizer still holds, for the end of the program."""
     watch = reference()
-    if watch is not None:
-        watch.keep_last()
+    if watch is not None and watch._unproved.steps:
+        watch._unproved.last = watch._present().by_key()
 
 
 def _samples(things: State, turn: int) -> Samples:
