@@ -264,10 +264,7 @@ class Mirroring(StrategyModules):
                 self.parts.watch.facts.note_versions()
 
     def _check_alike(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raise, on all ranks, if tensors differ between ranks or cannot be written. Collective.
-
-        Args: tensors: pairs of a name and a tensor.
-        """
+        """Raise the errors of `_mirror_tensors`. Collective. Args: tensors: pairs of a name and a tensor."""
         lines = {}
         for number, (name, tensor) in enumerate(tensors):
             layout = f"{tensor.dtype}{list(tensor.shape)}{_expansion(tensor)}"

@@ -77,8 +77,8 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         mean, variance, count = _statistics(context, input)
         # A replica with more than 1 value per channel need not read `count`: a read would wait for the device.
-        has_few = input.numel() <= input.shape[1]
-        if has_few and not is_on_xla(input) and count <= 1:
+        has_few_values = input.numel() <= input.shape[1]
+        if has_few_values and not is_on_xla(input) and count <= 1:
             raise ValueError(
                 "SyncBatchNorm needs more than 1 value per channel over all replicas to train, got "
                 f"{int(count)}; this replica's input has shape {list(input.shape)}"

@@ -347,5 +347,9 @@ def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, 
 
 def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
     """Return the devices of the parameters of `slots`, without dropped ones."""
-    expected = [parameters[slot] for slot in slots]
-    return frozenset([p.device for p in expected if p is not None])
+    devices = set()
+    for slot in slots:
+        parameter = parameters[slot]
+        if parameter is not None:
+            devices.add(parameter.device)
+    return frozenset(devices)

@@ -220,7 +220,7 @@ class GradientReducer:
             _check_mirrors(parameters, call)
             rule.default_to_mean(call)
         some = None
-        for some in parameters:
+        for some in parameters:  # None stands for a parameter that was garbage-collected
             if some is not None:
                 break
         if synchronizes and some is not None:  # a model of sharded parameters alone needs no rule
@@ -261,7 +261,6 @@ class GradientReducer:
                 check()
                 if buckets is not None:
                     step.sent = buckets.finish()
-            # None stands for a parameter that was garbage-collected.
             step.gradients = [getattr(p, "grad", None) for p in step.parameters]
             if self.registry.buffers:
                 step.buffers = buffers.snapshot(self.registry)

@@ -156,23 +156,23 @@ class Wires:
         self._used.clear()
         self._wires = {}
         self._most = max((state["most"] for state in states), default=0)
-        held_back = [held for state in states for held in state["held_back"]]
-        for held in held_back:
-            residual = held["residual"]
-            key = tuple(self._registry.slots[slot] for slot in held["slots"])
-            parameters = [slot.reference() for slot in key]
-            length = sum(p.numel() for p in parameters if p is not None)
-            if whole and len(residual) != length:
-                warnings.warn(
-                    "the values that the wire format held back of gradients are lost: the number of ranks has changed, "
-                    "and each rank had held back values of a slice",
-                    UserWarning,
-                    stacklevel=2,
-                )
-                self._wires = {}
-                return
-            wire = self._wires.setdefault(key, Wire(self._format))
-            wire.residual = wire.residual + residual if wire.size else residual.clone()
+        for state in states:
+            for held in state["held_back"]:
+                residual = held["residual"]
+                key = tuple(self._registry.slots[slot] for slot in held["slots"])
+                parameters = [slot.reference() for slot in key]
+                length = sum(p.numel() for p in parameters if p is not None)
+                if whole and len(residual) != length:
+                    warnings.warn(
+                        "the values that the wire format held back of gradients are lost: the number of ranks has "
+                        "changed, and each rank had held back values of a slice",
+                        UserWarning,
+                        stacklevel=2,
+                    )
+                    self._wires = {}
+                    return
+                wire = self._wires.setdefault(key, Wire(self._format))
+                wire.residual = wire.residual + residual if wire.size else residual.clone()
 
     def explain(self) -> str:
         """Return a line for people about the wire format, with its most values in a backward; "" without a format."""

@@ -141,13 +141,13 @@ def first_difference(of_ranks: list[Lines]) -> tuple[Any, str]:
     Returns: the key; and rank 0's line with the line of the lowest rank that differs.
     Raises: ValueError if all ranks have the same lines.
     """
-    keys = [key for lines in of_ranks for key in lines]
-    for key in keys:
-        first = of_ranks[0].get(key, "nothing")
-        for rank, lines in enumerate(of_ranks):
-            line = lines.get(key, "nothing")
-            if line != first:
-                return key, f"{first} on rank 0, and {line} on rank {rank}"
+    for of_rank in of_ranks:
+        for key in of_rank:
+            first = of_ranks[0].get(key, "nothing")
+            for rank, lines in enumerate(of_ranks):
+                line = lines.get(key, "nothing")
+                if line != first:
+                    return key, f"{first} on rank 0, and {line} on rank {rank}"
     raise ValueError("all ranks have the same lines")
 
 
