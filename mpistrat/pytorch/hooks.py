@@ -28,6 +28,7 @@ from mpistrat.pytorch.compilation import not_compiled, when_dynamo_loads
 
 original_backward = torch.autograd.backward
 original_data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+original_data_setter: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 original_sync_batch_norm = torch.nn.SyncBatchNorm.forward
 original_update_bn: Callable[..., None] = torch.optim.swa_utils.update_bn.__wrapped__  # type: ignore[attr-defined]
 
@@ -126,11 +127,6 @@ def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> No
     cls.__init__ = init  # type: ignore[method-assign]
 
 
-def data_given_by(getter: Callable[[Any], torch.Tensor]) -> Any:
-    """Return a property for `torch.nn.Parameter.data` with this getter. Its setter is torch's."""
-    return property(getter, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
-
-
 def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Register a post-accumulate-grad hook on `parameter` that runs before all such hooks of the program.
 
@@ -169,7 +165,8 @@ def noticing_data() -> Iterator[list[tuple[int, torch.Tensor, int]]]:
             taken.append((id(parameter), tensor, tensor._version))
         return tensor
 
-    torch.nn.Parameter.data = data_given_by(data)
+    noticing: Any = property(data, original_data_setter)
+    torch.nn.Parameter.data = noticing
     try:
         yield taken
     finally:

@@ -54,7 +54,8 @@ class WritesByHand:
     def __init__(
         self, registry: Registry, count: int, modules: Callable[[], Iterable[torch.nn.Module]]
     ) -> None:
-        torch.nn.Parameter.data = hooks.data_given_by(_data)
+        data: Any = property(_data, hooks.original_data_setter)
+        torch.nn.Parameter.data = data
         self._registry = registry
         self._count = count
         self._modules = modules
