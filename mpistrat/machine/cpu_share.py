@@ -29,9 +29,10 @@ def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection
     users = collections.Counter[int]()
     for cpus in cpus_of_local_ranks:
         users.update(set(cpus))
-    # Fractions, because in floats a sum of three thirds may be less than 1
-    shares = (Fraction(1, max(1, users[cpu])) for cpu in set(my_cpus))
-    return sum(shares, Fraction())
+    share = Fraction()  # no float, because there a sum of three thirds may be less than 1
+    for cpu in set(my_cpus):
+        share += Fraction(1, max(1, users[cpu]))
+    return share
 
 
 def intra_op_threads(
@@ -54,7 +55,9 @@ def fixed_threads(environ: Environment = os.environ) -> int:
     """
     text = environ.get("OMP_NUM_THREADS", "")
     first = text.split(",")[0].strip()
-    return max(1, int(first)) if re.fullmatch("[0-9]{1,5}", first) else 1
+    if re.fullmatch("[0-9]{1,5}", first):
+        return max(1, int(first))
+    return 1
 
 
 def users_threads(environ: Environment = os.environ) -> dict[str, str]:

@@ -107,12 +107,17 @@ def torch_accelerator() -> str:
     torch = sys.modules.get("torch")
     device = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
     kind = str(getattr(device, "type", ""))
-    return "" if kind == "xla" else kind
+    if kind == "xla":
+        return ""
+    return kind
 
 
 def accelerator() -> str:
     """Return the kind of accelerators here: torch's name for it; "cuda" if only CuPy sees some; "" if neither does."""
-    return torch_accelerator() or ("cuda" if _num_of_cupy() else "")
+    kind = torch_accelerator()
+    if not kind and _num_of_cupy():
+        return "cuda"
+    return kind
 
 
 def num_accelerators() -> int:
@@ -124,7 +129,9 @@ def num_accelerators() -> int:
 
 def _num_of_cupy() -> int:
     cupy = sys.modules.get("cupy")
-    return 0 if cupy is None else int(cupy.cuda.runtime.getDeviceCount())
+    if cupy is None:
+        return 0
+    return int(cupy.cuda.runtime.getDeviceCount())
 
 
 def seen_accelerators() -> tuple[str, ...]:
@@ -138,7 +145,8 @@ def seen_accelerators() -> tuple[str, ...]:
     kind = torch_accelerator()
     numbers = range(num_accelerators())
     if not kind:
-        return tuple(str(sys.modules["cupy"].cuda.Device(i).pci_bus_id) for i in numbers)
+        devices = (sys.modules["cupy"].cuda.Device(i) for i in numbers)
+        return tuple(str(device.pci_bus_id) for device in devices)
     module = sys.modules["torch"].get_device_module(kind)
     properties = getattr(module, "get_device_properties", lambda i: None)
     names = []
@@ -209,8 +217,9 @@ def nccl_that_outlives_errors() -> Iterator[None]:
     with _making:
         # torch still reads NCCL_ASYNC_ERROR_HANDLING, the older name without a prefix.
         of_user = os.environ.keys() | {f"TORCH_{name}" for name in os.environ}
-        ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in of_user}
-        os.environ.update(ours)
+        ours = _AFTER_AN_ERROR.keys() - of_user
+        for name in ours:
+            os.environ[name] = _AFTER_AN_ERROR[name]
         try:
             yield
         finally:
@@ -270,8 +279,11 @@ def _one_each(seen: _Seen) -> list[list[str]]:
             limit = 1
             while not _find_place(rank, seen, users, limit, set()):
                 limit += 1
-    ranks = range(len(seen))
-    return [[name for name in users if rank in users[name]] for rank in ranks]
+    shares: list[list[str]] = [[] for _ in seen]
+    for name, ranks in users.items():
+        for rank in ranks:
+            shares[rank].append(name)
+    return shares
 
 
 def _find_place(

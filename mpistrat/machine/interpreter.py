@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = str(Path(__file__).absolute().parents[1])
 # mpistrat's own __init__ would load NumPy: a helper gets an empty package with the same folder.
 IMPORT_WITHOUT_INIT = f"""
 import sys, types
@@ -25,7 +26,8 @@ def python_of_helpers() -> str | None:
         not named python or pypy, or cannot be run.
     """
     executable = sys.executable or ""
-    is_python = re.match(r"(python|pypy)", os.path.basename(executable)) is not None
-    if getattr(sys, "frozen", False) or not is_python or not os.access(executable, os.X_OK):
-        return None
-    return executable
+    is_python = re.match(r"(python|pypy)", os.path.basename(executable))
+    is_frozen = getattr(sys, "frozen", False)
+    if is_python and not is_frozen and os.access(executable, os.X_OK):
+        return executable
+    return None

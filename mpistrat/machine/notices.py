@@ -92,28 +92,26 @@ def say(text: str, *, last: bool = False) -> bool:
 
 
 def _may_be_read(place: Any, last: bool) -> bool:
-    return _is_stderr(place) and not (last and _ends_with_us(place))
+    """Return whether a text in `place`, a stream or descriptor 2, reaches a reader.
 
-
-def _is_stderr(place: Any) -> bool:
-    """Return whether text may be written to `place`: False for descriptor 2 if it is no longer the process's stderr.
-
-    The program may have closed it, and opened a file that got the number 2. True for every other stream.
+    False for descriptor 2 if it is no longer the process's stderr: the program may have closed it, and opened a file
+    that got the number 2. If the process is about to end (`last`), False also for a place that ends with it: a
+    StringIO, an unlinked file.
     """
-    if _descriptor_of(place) != 2:
-        return True
-    with contextlib.suppress(OSError):
-        return not fcntl.fcntl(2, fcntl.F_GETFD) & fcntl.FD_CLOEXEC  # children inherit a stderr
-    return False
-
-
-def _ends_with_us(place: Any) -> bool:
-    """Return whether nobody can read the text in `place` once this process has ended: a StringIO, an unlinked file."""
     descriptor = _descriptor_of(place)
+    if descriptor == 2:
+        is_stderr = False
+        with contextlib.suppress(OSError):
+            is_stderr = not fcntl.fcntl(2, fcntl.F_GETFD) & fcntl.FD_CLOEXEC  # children inherit it
+        if not is_stderr:
+            return False
+    if not last:
+        return True
     if descriptor is None:  # a program's own class may write to a file, io's classes do not
-        return isinstance(place, io.IOBase)
+        return not isinstance(place, io.IOBase)
     status = os.fstat(descriptor)
-    return stat.S_ISREG(status.st_mode) and not status.st_nlink
+    is_unlinked = stat.S_ISREG(status.st_mode) and not status.st_nlink
+    return not is_unlinked
 
 
 def _descriptor_of(place: Any) -> int | None:
@@ -122,7 +120,8 @@ def _descriptor_of(place: Any) -> int | None:
         return place
     with contextlib.suppress(Exception):
         descriptor = place.fileno()
-        return descriptor if isinstance(descriptor, int) else None
+        if isinstance(descriptor, int):
+            return descriptor
     return None
 
 

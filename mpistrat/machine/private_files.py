@@ -27,8 +27,9 @@ def create(path: str, *, binary: bool = False) -> Any:
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    mode, encoding = ("xb", None) if binary else ("x", "utf-8")
-    return open(path, mode, encoding=encoding, opener=private)
+    if binary:
+        return open(path, "xb", opener=private)
+    return open(path, "x", encoding="utf-8", opener=private)
 
 
 def make_folder(path: str) -> None:

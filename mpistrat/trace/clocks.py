@@ -96,9 +96,9 @@ class Alignment:
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:
-        ordered = sorted(comparisons, key=operator.attrgetter("at"))
-        self._first = ordered[0]
-        self._last = ordered[-1]
+        by_time = {comparison.at: comparison for comparison in comparisons}
+        self._first = by_time[min(by_time)]
+        self._last = by_time[max(by_time)]
         self.error = max(self._first.error, self._last.error)
 
     def __call__(self, time: int) -> int:

@@ -27,6 +27,7 @@ _Json = dict[str, Any]
 _Ranks = tuple[int, ...]
 _Collective = tuple[str, int]  # the communicator's name, and the number of the call
 _LastToEnter = dict[_Collective, tuple[int, int, int]]  # see `_last_to_enter`
+_Clocks = tuple[str, str]  # the names of a clock and of its reference
 _Conversion = Callable[[int], int]  # converts a clock's times into another clock's times, in ns
 
 
@@ -91,20 +92,17 @@ def merge(folder: str) -> Merged:
     with create(f"{path}.new") as file:
         events = _write(file, parts)
     os.replace(f"{path}.new", path)
-    present = {part.rank for part in parts}
-    missing = set(range(parts[0].size)) - present
+    ranks = tuple(part.rank for part in parts)
+    missing = set(range(parts[0].size)).difference(ranks)
     unfinished = tuple(part.rank for part in parts if not part.has_end)
     unaligned = tuple(part.rank for part in parts if part.clock not in aligned)
-    return Merged(
-        path, tuple(sorted(present)), events, tuple(sorted(missing)), unfinished, unaligned
-    )
+    return Merged(path, ranks, events, tuple(sorted(missing)), unfinished, unaligned)
 
 
 def _readable_parts(folder: str) -> list[_RankTrace]:
     """Return the parts in `folder` that have a valid header, in rank order. Raises: FileNotFoundError if none has."""
     parts = []
-    for rank in _ranks_in(folder):
-        path = part_of(folder, rank)
+    for rank, path in _parts_in(folder).items():
         if header := _valid_header(path, rank):
             parts.append(_RankTrace(path, header))
     if not parts:
@@ -121,10 +119,12 @@ def _write(file: IO[str], parts: list[_RankTrace]) -> int:
     beginning = min(part.aligned(part.begins) for part in parts)
     file.write('{"displayTimeUnit":"ms","traceEvents":[')
     count = 0
+    separator = "\n"
     for part in parts:
         for event in part.trace_events(beginning, last):
-            file.write(",\n" if count else "\n")
+            file.write(separator)
             file.write(event)
+            separator = ",\n"
             count += 1
     file.write("\n]}\n")
     return count
@@ -132,10 +132,12 @@ def _write(file: IO[str], parts: list[_RankTrace]) -> int:
 
 def is_outdated(folder: str) -> bool:
     """Return whether `trace.json` is missing, or older than a part. Raises: OSError if the folder cannot be read."""
-    changed = [os.path.getmtime(part_of(folder, rank)) for rank in _ranks_in(folder)]
-    path = trace_of(folder)
+    changed = [os.path.getmtime(part) for part in _parts_in(folder).values()]
     newest = max(changed, default=0.0)
-    return not os.path.exists(path) or os.path.getmtime(path) < newest
+    trace = trace_of(folder)
+    if not os.path.exists(trace):
+        return True
+    return os.path.getmtime(trace) < newest
 
 
 def size_of_parts(folder: str) -> int:
@@ -143,11 +145,11 @@ def size_of_parts(folder: str) -> int:
 
     Raises: OSError if a part cannot be read.
     """
-    return sum(os.path.getsize(part_of(folder, rank)) for rank in _ranks_in(folder))
+    return sum(os.path.getsize(part) for part in _parts_in(folder).values())
 
 
 def remove_parts(folder: str) -> None:
-    _remove(part_of(folder, rank) for rank in _ranks_in(folder))
+    _remove(_parts_in(folder).values())
 
 
 def remove_older(folder: str, size: int) -> None:
@@ -155,8 +157,9 @@ def remove_older(folder: str, size: int) -> None:
 
     This job overwrites the other parts. Called by: rank 0, before it writes. Files that cannot be removed stay.
     """
-    _remove([trace_of(folder)])
-    _remove(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size)
+    parts = _parts_in(folder)
+    older = [parts[rank] for rank in parts if rank >= size]
+    _remove([trace_of(folder), *older])
 
 
 def _remove(paths: Iterable[str]) -> None:
@@ -165,20 +168,18 @@ def _remove(paths: Iterable[str]) -> None:
             os.unlink(path)
 
 
-def _ranks_in(folder: str) -> list[int]:
+def _parts_in(folder: str) -> dict[int, str]:
+    """Return the paths of the parts in `folder` by rank, in rank order."""
     try:
         found = [_PART.fullmatch(name) for name in os.listdir(folder)]
     except FileNotFoundError:
-        return []
-    return sorted(int(match[1]) for match in found if match)
+        return {}
+    ranks = sorted(int(match[1]) for match in found if match)
+    return {rank: part_of(folder, rank) for rank in ranks}
 
 
 def _unchanged(time: int) -> int:
     return time
-
-
-_WAIT = '"name":"wait for the others","cat":"waiting"'
-_MOVE = '"name":"move bytes","cat":"moving"'
 
 
 def _valid_header(path: str, rank: int) -> _Json | None:
@@ -280,8 +281,10 @@ class _RankTrace:
             yield complete(track, entered, left, f"{about.text},{details}}}")
             if times[1]:
                 together = self.aligned(times[1])
-                yield complete(track, entered, together, _WAIT)
-                yield complete(track, together, left, _MOVE)
+                yield complete(
+                    track, entered, together, '"name":"wait for the others","cat":"waiting"'
+                )
+                yield complete(track, together, left, '"name":"move bytes","cat":"moving"')
 
     def lines(self, first: str) -> Iterator[Any]:
         """Yield the JSON values of the lines that begin with `first`: "{" for facts, "[" for events. Reads the file."""
@@ -297,7 +300,7 @@ def _alignments(parts: list[_RankTrace]) -> dict[str, _Conversion]:
 
     A clock has no entry if no chain of comparisons leads to the first part's clock.
     """
-    found: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
+    found: defaultdict[_Clocks, list[Comparison]] = defaultdict(list)
     for part in parts:
         for reference, comparison in part.comparisons:
             found[part.clock, reference].append(comparison)

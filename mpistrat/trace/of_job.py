@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import os
 import socket
 
@@ -49,8 +48,12 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
             f"there ({errors[0]}); name a folder that every rank can make and write to, or unset it"
         )
     if not _comms:
+
+        def complete() -> None:
+            _complete(timeline)
+
         of_process.ends_with_job = True
-        job_end().finish_with(timeline, functools.partial(_complete, timeline))
+        job_end().finish_with(timeline, complete)
     compare_clocks(comm, timeline)
     _comms.append(comm)
     return timeline

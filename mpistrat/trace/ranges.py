@@ -25,11 +25,17 @@ class Ranges(spans.NoSpans):
     """Records the durations of a program's work on `timeline`, and in torch's profiler. See `spans.NoSpans`."""
 
     def __init__(self, timeline: Timeline) -> None:
+        @functools.cache
+        def kind(name: str) -> int:
+            return timeline.kind(name, "range")
+
+        @functools.lru_cache(_MOST_FUNCTIONS)
+        def kind_of_run(function: str) -> int:
+            return timeline.kind("strategy.run", "range", function=function)
+
         self._timeline = timeline
-        self._kind = functools.cache(functools.partial(timeline.kind, category="range"))
-        self._kind_of_run = functools.lru_cache(_MOST_FUNCTIONS)(
-            functools.partial(timeline.kind, "strategy.run", "range")
-        )
+        self._kind = kind
+        self._kind_of_run = kind_of_run
         self._watches_optimizers = False
         # .began: the start of the current step, inside replica() or with a default group
         self._steps = threading.local()
@@ -45,8 +51,8 @@ class Ranges(spans.NoSpans):
 
     def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
         self.end_steps()  # they would begin before a run and end within it
-        kind = self._kind_of_run(function=getattr(fn, "__qualname__", type(fn).__name__))
-        return _Range(self._timeline, kind, "strategy.run")
+        function = getattr(fn, "__qualname__", type(fn).__name__)
+        return _Range(self._timeline, self._kind_of_run(function), "strategy.run")
 
     def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
         """Record the steps of torch's optimizers by torch's hooks, on the timeline: the profiler shows them anyway.

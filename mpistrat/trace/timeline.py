@@ -94,8 +94,8 @@ class Timeline:
 
     def add(self, kind: int, start: int, end: int) -> None:
         """Record an event of a `kind`: this thread's work from `start` to `end`, both times of `now` (ns)."""
-        track = self._track()
-        self._add(f"[{kind},{track},{start},{end}]", end)
+        event = f"[{kind},{self._track()},{start},{end}]"
+        self._add(event, end)
 
     def add_collective(
         self, kind: int, entered: int, together: int, left: int, number: int
