@@ -16,9 +16,9 @@ from typing import Any
 
 from program import program, report
 
+from mpistrat.tools.bench.command import device_named
 from mpistrat.tools.bench.comparison import all_reduce_contestants
 from mpistrat.tools.bench.device import Device
-from mpistrat.tools.bench.device_choice import device_named
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians, take_turns
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)

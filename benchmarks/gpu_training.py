@@ -16,7 +16,7 @@ import torch
 from host_times import host_ms
 from program import program, report
 
-from mpistrat.tools.bench.device_choice import device_named
+from mpistrat.tools.bench.command import device_named
 from mpistrat.tools.bench.models import Model
 from mpistrat.tools.bench.peers import torch_distributed
 from mpistrat.tools.bench.rounds import CannotTakePart, all_ranks, compare, medians

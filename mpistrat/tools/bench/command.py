@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
+from mpistrat.machine.devices import check_device
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench import pictures, sweep
 from mpistrat.tools.bench.command_line import parser
-from mpistrat.tools.bench.device_choice import device_named
+from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import OPERATIONS
 from mpistrat.tools.bench.report import Report, Row, surroundings, table_report
-from mpistrat.tools.bench.rounds import CannotTakePart, Results, UsageError, all_ranks, medians
+from mpistrat.tools.bench.rounds import (
+    CannotTakePart,
+    Results,
+    UsageError,
+    all_ranks,
+    first_reason,
+    medians,
+)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "mpistrat-bench") -> int:
@@ -47,6 +57,41 @@ def main(argv: Sequence[str] | None = None, prog: str = "mpistrat-bench") -> int
     return code
 
 
+def device_named(wanted: str) -> Device:
+    """Choose this rank's device for the whole run, by the option `--device`. Called by: every rank.
+
+    An accelerator also becomes torch's current device.
+    Args:
+        wanted: "cpu"; "cuda" or another kind: one of the node's accelerators of this kind, shared out among the ranks;
+            "cuda:1": this device on every rank; "auto": one of the node's accelerators, or the host if there are none.
+    Raises: UsageError on all ranks, if a rank lacks the device or the ranks have devices of several kinds.
+    """
+    if wanted == HOST.kind:
+        return HOST
+    with contextlib.suppress(ImportError):  # without torch, no accelerator is used
+        import torch  # noqa: F401
+    mistake = ""
+    devices = None
+    try:
+        if wanted != "auto":
+            checked = check_device(wanted)
+            if ":" in wanted:
+                devices = [checked]
+    except ValueError as error:
+        mistake = f"rank {all_ranks().rank}: {error}"
+    if mistake := first_reason(mistake):
+        raise UsageError(f"--device {wanted}: {mistake}")
+    strategy = MultiWorkerMirroredStrategy(devices=devices)
+    device = Device(strategy.extended.worker_devices[0])
+    kinds = all_ranks().all_gather_object(device.kind)
+    if len(set(kinds)) > 1:
+        raise UsageError(
+            f"--device {wanted}: the ranks have devices of several kinds: {', '.join(kinds)}; --device cpu measures "
+            "the host memory of all of them"
+        )
+    return device
+
+
 def _sweep(arguments: argparse.Namespace) -> Report:
     """Measure one collective at each size; rank 0 prints each row as soon as it is measured. Called by: every rank.
 
@@ -77,9 +122,10 @@ def _sweep(arguments: argparse.Namespace) -> Report:
         rows.append(row)
         show(sweep.line(row))
     where = surroundings(communicator, device)
+    bytes_of_rows = [row["bytes"] for row in rows]
     times = {"median": [row["p50"] for row in rows]}
     limit = [row["limit"] for row in rows]
-    draw = partial(pictures.over_sizes, name, [row["bytes"] for row in rows], times, limit)
+    draw = partial(pictures.over_sizes, name, bytes_of_rows, times, limit)
     return Report(
         "sweep",
         where,
@@ -112,7 +158,8 @@ def _input(arguments: argparse.Namespace) -> Report:
     if arguments.what == "overhead":
         rows = input_pipelines.overhead(arguments.rounds)
         for row in rows:
-            samples |= {f"{row['a step of']}, {who}": us for who, us in row["samples"].items()}
+            for who, us in row["samples"].items():
+                samples[f"{row['a step of']}, {who}"] = us
     else:
         rows = input_pipelines.throughput(arguments.examples, arguments.rounds)
         for row in rows:
@@ -151,7 +198,9 @@ def _compare_all_reduce(arguments: argparse.Namespace) -> Report:
     nbytes = list(sweep.sizes(arguments.minbytes, arguments.maxbytes, arguments.factor))
     rows, left_out = comparison.compare_all_reduces(nbytes, arguments.rounds, device)
     times = [medians(row["samples"]) for row in rows]
-    columns = {name: [row[name] for row in times] for name in times[0]}
+    columns: Results = {}
+    for name in times[0]:
+        columns[name] = [row[name] for row in times]
     limit = columns.pop(comparison.COPY)
     draw = partial(pictures.over_sizes, "all_reduce", nbytes, columns, limit)
     return table_report("all_reduce", rows, surroundings(all_ranks(), device), left_out, draw)

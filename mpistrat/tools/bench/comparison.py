@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import math
@@ -105,18 +104,20 @@ def compare_training(contestants: Contestants, num_rounds: int, device: Device =
         name: statistics.fmean(all_ranks().all_gather_object(float(step())))
         for name, step in contestants.items()
     }
-    return [
-        {
+    rows = []
+    for name, us in times.items():
+        did_same_work = math.isclose(losses[name], losses[OURS], rel_tol=1e-4)
+        row = {
             "training step": name,
             "ms": us / 1000,
             "mpistrat / this": times[OURS] / us,
             **_over_own_backend(name, times),
             "loss": losses[name],
-            "wrong": name != ALONE and not math.isclose(losses[name], losses[OURS], rel_tol=1e-4),
+            "wrong": name != ALONE and not did_same_work,
             "samples": [sample / 1000 for sample in rounds[name]],
         }
-        for name, us in times.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 def _over_own_backend(name: str, times: Mapping[str, float]) -> Row:
@@ -144,16 +145,19 @@ def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contesta
     Called by: every rank.
     """
     ours = all_ranks()
-    values = device.array(operand(max(1, nbytes // 4), ours.rank, ours.size))
-    result, in_place, other = (arrays.copy(values) for _ in range(3))
+    count = max(1, nbytes // 4)
+    values = device.array(operand(count, ours.rank, ours.size))
+    result = arrays.copy(values)
+    in_place = arrays.copy(values)
+    other = arrays.copy(values)
 
     def into_another() -> Array:
         ours.all_reduce(values, out=result)
         return result
 
-    def over_itself(buffer: Array) -> Array:
-        ours.all_reduce(buffer)
-        return buffer
+    def over_itself() -> Array:
+        ours.all_reduce(in_place)
+        return in_place
 
     def by_plain_copies() -> Array:
         host = arrays.to_host(in_place)
@@ -168,7 +172,7 @@ def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contesta
     contestants: Contestants = {
         **of_peers,
         "ordinary": into_another,
-        "ordinary, in place": functools.partial(over_itself, in_place),
+        "ordinary, in place": over_itself,
         COPY: copy,
     }
     if not device.is_host:
@@ -176,7 +180,12 @@ def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contesta
     elif (memory := ours.memory.window_buffer(values.nbytes)) is not None:
         window = memory.view(np.float32)
         window[:] = values
-        contestants["in the window"] = functools.partial(over_itself, window)
+
+        def in_the_window() -> Array:
+            ours.all_reduce(window)
+            return window
+
+        contestants["in the window"] = in_the_window
     return contestants, left_out
 
 
@@ -228,7 +237,9 @@ def compare_all_reduce(
         "wrong" counts the wrong elements on all ranks; "samples" has each round's time; the others are ratios of
         medians.
     """
-    expected = operand(max(1, nbytes // 4), 0, 1) if all_ranks().size == 1 else 0
+    expected: Any = 0
+    if all_ranks().size == 1:
+        expected = operand(max(1, nbytes // 4), 0, 1)
     wrong = sum(
         int((arrays.to_numpy(call()) != expected).sum())
         for name, call in contestants.items()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +36,13 @@ class Pictures(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         height, width = self._shape[1:]
-        image = torch.from_numpy(self._images[index].astype(np.float32)).permute(2, 0, 1)
+        pixels = self._images[index].astype(np.float32)
+        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        label = torch.tensor(int(self._labels[index]), device="cpu")
         resized = functional.interpolate(
             image[None].mul_(self._scale), (height, width), mode="bilinear", align_corners=False
         )[0]
-        return resized.expand(self._shape), torch.tensor(int(self._labels[index]), device="cpu")
+        return resized.expand(self._shape), label
 
 
 class Text(Dataset[Batch]):
@@ -59,7 +60,8 @@ class Text(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         first = index * self._length
-        piece = torch.from_numpy(self._bytes[first : first + self._length + 1].astype(np.int64))
+        tokens = self._bytes[first : first + self._length + 1].astype(np.int64)
+        piece = torch.from_numpy(tokens)
         return piece[:-1], piece[1:]
 
 
@@ -92,7 +94,12 @@ def batches(
     order = torch.Generator().manual_seed(0)
     loader = DataLoader(dataset, batch_size, shuffle=True, drop_last=True, generator=order)
     distributed = strategy.experimental_distribute_dataset(loader)
-    return itertools.chain.from_iterable(itertools.repeat(distributed))
+    return _epochs(distributed)
+
+
+def _epochs(batches: Iterable[Batch]) -> Iterator[Batch]:
+    while True:
+        yield from batches
 
 
 def _dataset(model: Model, source: str) -> Pictures | Text:

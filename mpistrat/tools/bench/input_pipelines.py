@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -45,14 +44,19 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if self._file is None:  # each worker process opens the file for itself
             self._file = os.open(self.path, os.O_RDONLY)
-        pixels = np.frombuffer(os.pread(self._file, BYTES, index * BYTES), np.uint8)
+        content = os.pread(self._file, BYTES, index * BYTES)
+        pixels = np.frombuffer(content, np.uint8)
         image = (pixels.astype(np.float32) - 127.5) / 64.0
         return torch.from_numpy(image.reshape(IMAGE)), index % 10
 
 
 def through(batches: _Batches) -> _Epoch:
     """Return a function that iterates once over `batches` and drops each batch."""
-    return functools.partial(collections.deque, batches, maxlen=0)
+
+    def epoch() -> None:
+        collections.deque(batches, maxlen=0)
+
+    return epoch
 
 
 def with_sampler(path: str, **how: Any) -> _Epoch:
@@ -89,13 +93,21 @@ def throughput(examples: int, num_rounds: int) -> _Rows:
     """
     rows: _Rows = []
     with tempfile.NamedTemporaryFile() as file:
-        pixels = np.random.default_rng(0).integers(0, 256, (examples, *IMAGE), np.uint8)
+        random = np.random.default_rng(0)
+        pixels = random.integers(0, 256, (examples, *IMAGE), np.uint8)
         pixels.tofile(file.name)
+        worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+        forkserver = {**worker, "multiprocessing_context": "forkserver"}
         in_process = {
             "DistributedSampler": with_sampler(file.name),
             "mpistrat": distributed(file.name),
         }
-        for workers, contestants in enumerate((in_process, _by_worker(file.name))):
+        by_worker = {
+            "DistributedSampler, fork": with_sampler(file.name, **worker),
+            "DistributedSampler, forkserver": with_sampler(file.name, **forkserver),
+            "mpistrat": distributed(file.name, **worker),
+        }
+        for workers, contestants in enumerate((in_process, by_worker)):
             rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
             times = medians(rounds)
             rows += [
@@ -109,16 +121,6 @@ def throughput(examples: int, num_rounds: int) -> _Rows:
                 for name, us in times.items()
             ]
     return rows
-
-
-def _by_worker(path: str) -> dict[str, _Epoch]:
-    worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
-    forkserver = {**worker, "multiprocessing_context": "forkserver"}
-    return {
-        "DistributedSampler, fork": with_sampler(path, **worker),
-        "DistributedSampler, forkserver": with_sampler(path, **forkserver),
-        "mpistrat": distributed(path, **worker),
-    }
 
 
 class Endless:

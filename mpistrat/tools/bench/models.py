@@ -48,7 +48,9 @@ class Model:
         if self.tokens:
             shape = (examples, self.input_shape[0] + 1)
             text = torch.randint(self.classes, shape, generator=generator, device="cpu")
-            return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+            inputs = text[:, :-1]
+            targets = text[:, 1:]
+            return inputs.contiguous(), targets.contiguous()
         targets = torch.randint(self.classes, (examples,), generator=generator, device="cpu")
         return torch.randn(shape, generator=generator, device="cpu"), targets
 
@@ -99,11 +101,14 @@ def resnet50(classes: int = 1000) -> nn.Module:
     stem = [_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     blocks: list[nn.Module] = []
     inputs = 64
+    stride = 1
     for stage, count in enumerate(_BLOCKS):
         channels = 64 << stage
-        for i in range(count):
-            blocks.append(Bottleneck(inputs, channels, stride=2 if stage > 0 and i == 0 else 1))
+        for _ in range(count):
+            blocks.append(Bottleneck(inputs, channels, stride))
             inputs = channels * _EXPANSION
+            stride = 1
+        stride = 2  # of the first block of the next stage
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
     return nn.Sequential(*stem, *blocks, *head)
 
@@ -127,7 +132,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]
-        x = self.tokens(tokens) + self.places(torch.arange(length, device=tokens.device))
+        places = torch.arange(length, device=tokens.device)
+        x = self.tokens(tokens) + self.places(places)
         later = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         x = self.layers(x, mask=later, is_causal=True)
         return self.logits(self.norm(x)).transpose(1, 2)

@@ -88,8 +88,9 @@ class Operation(abc.ABC):
     def total(self) -> np.ndarray:
         """Return the sum of all ranks' operands."""
         ranks = np.arange(self.communicator.size)
-        every_third = (np.add.outer(range(3), ranks) % 3 + 1).sum(axis=1)
-        return np.resize(every_third.astype(self.dtype), self.count)
+        first_three = np.add.outer(range(3), ranks) % 3 + 1  # elements of each rank's operand
+        sums = first_three.sum(axis=1)
+        return np.resize(sums.astype(self.dtype), self.count)
 
 
 class AllReduce(Operation):
@@ -98,7 +99,9 @@ class AllReduce(Operation):
         return 2 * (ranks - 1) / ranks
 
     def prepare(self, in_window: bool) -> None:
-        memory = self.communicator.memory.window_buffer(self.nbytes) if in_window else None
+        memory = None
+        if in_window:
+            memory = self.communicator.memory.window_buffer(self.nbytes)
         self._in_place = memory is not None
         if memory is not None:
             self.result = memory.view(self.dtype)
@@ -125,7 +128,9 @@ class Reduce(Operation):
         self.communicator.reduce(self.result)
 
     def expected(self) -> np.ndarray:
-        return self.total() if self.rank == 0 else self.operand(self.rank, self.count)
+        if self.rank == 0:
+            return self.total()
+        return self.operand(self.rank, self.count)
 
 
 class Broadcast(Operation):

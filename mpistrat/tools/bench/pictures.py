@@ -60,8 +60,10 @@ def over_sizes(
         for name, us in times.items():
             fit = fitted(nbytes, (1e-6 * np.asarray(us)).tolist())
             (points,) = left.plot(sizes, us, "o", label=f"{name}: {fit}")
-            left.plot(sizes, 1e6 * (fit.alpha + fit.beta * sizes), ":", color=points.get_color())
-            right.plot(sizes, sizes / us / 1e3, ".-", color=points.get_color())
+            colour = points.get_color()
+            fitted_us = 1e6 * (fit.alpha + fit.beta * sizes)
+            left.plot(sizes, fitted_us, ":", color=colour)
+            right.plot(sizes, sizes / us / 1e3, ".-", color=colour)
         left.plot(sizes, limit, "k--", label="all ranks copy as much")
         right.plot(sizes, sizes / limit / 1e3, "k--")
         left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
@@ -101,7 +103,8 @@ def training(row: Mapping[str, Any], path: str, taken_on: str) -> None:
             below += height
         left.set(ylabel="ms per step", xlim=(-0.5, 1.5))
         for part, ranks in row["samples"].items():
-            right.plot([max(step) for step in zip(*ranks, strict=True)], label=_words(part))
+            slowest = [max(step) for step in zip(*ranks, strict=True)]
+            right.plot(slowest, label=_words(part))
         right.set(xlabel="step", ylabel="ms, the slowest rank's")
         for axes in (left, right):
             axes.legend()

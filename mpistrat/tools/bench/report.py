@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import platform
@@ -109,9 +108,13 @@ def table(rows: Sequence[Row]) -> list[str]:
 
     The samples have no column; a key that a row lacks is "-".
     """
-    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
+    columns: Row = {}
+    for row in rows:
+        columns |= row
     columns.pop(SAMPLES, None)
-    cells = [list(columns)] + [[_cell(row.get(column, "-")) for column in columns] for row in rows]
+    cells = [list(columns)]
+    for row in rows:
+        cells.append([_cell(row.get(column, "-")) for column in columns])
     by_column = zip(*cells, strict=True)
     widths = [max(len(cell) for cell in column) for column in by_column]
     return [aligned(line, widths, "  ") for line in cells]
@@ -168,9 +171,19 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> Row:
     """
     cores = sorted(os.sched_getaffinity(0))
     distances = distance_before(), distance_now()
+    hosts = set()
+    usable = set()
+    all_distances = []
     of_ranks = communicator.all_gather_object((socket.gethostname(), cores, distances))
-    mpi = sys.modules.get("mpi4py.MPI")
-    usable = len({(host, cpu) for host, cpus, _ in of_ranks for cpu in cpus})
+    for host, cpus, between in of_ranks:
+        hosts.add(host)
+        usable.update((host, cpu) for cpu in cpus)
+        all_distances.append(between)
+    library = "no MPI"
+    if mpi := sys.modules.get("mpi4py.MPI"):
+        first_line = mpi.Get_library_version().split("\n")[0]
+        name = first_line.split(",")[0].strip("\0 ")
+        library = " ".join(name.split())  # with single spaces
     here = {
         "tool": f"mpistrat {version_of('mpistrat') or '(not installed)'}",
         "python": platform.python_version(),
@@ -179,21 +192,16 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> Row:
         "cpu": cpu_model(),
         "cores_of_rank_0": len(cores),
         "ranks": communicator.size,
-        "hosts": sorted({host for host, *_ in of_ranks}),
-        "usable_cores": usable,
-        "oversubscribed": usable < communicator.size,
-        "distance_us": (1e6 * np.max([between for *_, between in of_ranks], axis=0)).tolist(),
-        "mpi": _first_line(mpi.Get_library_version()) if mpi else "no MPI",
+        "hosts": sorted(hosts),
+        "usable_cores": len(usable),
+        "oversubscribed": len(usable) < communicator.size,
+        "distance_us": (1e6 * np.max(all_distances, axis=0)).tolist(),
+        "mpi": library,
         "device": str(device),
         **_torch(),
         "ways": communicator.explain().split("\n"),
     }
     return communicator.broadcast_object(here)
-
-
-def _first_line(text: str) -> str:
-    """Return the first line of `text` up to a comma, with single spaces."""
-    return " ".join(text.split("\n")[0].split(",")[0].strip("\0 ").split())
 
 
 def _torch() -> Row:
@@ -202,5 +210,7 @@ def _torch() -> Row:
     if torch is None:
         return {}
     kind = torch_accelerator()
-    gpus = [str(Device(f"{kind}:{i}")) for i in range(num_accelerators())] if kind else []
+    gpus = []
+    if kind:
+        gpus = [str(Device(f"{kind}:{i}")) for i in range(num_accelerators())]
     return {"torch": torch.__version__, "threads_per_rank": torch.get_num_threads(), "gpus": gpus}

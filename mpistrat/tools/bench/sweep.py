@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -130,7 +129,9 @@ def _copying(communicator: Communicator, nbytes: int, calls: int, device: Device
     Args: calls: the number of turns, at most 50 of them; turns to warm up come before, and do not count.
     Returns: the median of the turns, the same number on all ranks.
     """
-    source, target = (device.array(np.ones(nbytes, np.uint8)) for _ in range(2))
+    ones = np.ones(nbytes, np.uint8)
+    source = device.array(ones)
+    target = device.array(ones)
 
     def copy() -> None:
         target[:] = source
@@ -148,11 +149,12 @@ def heading(operation: str, ranks: int, device: Device) -> str:
 
 
 def line(row: Row) -> str:
-    return " " + aligned((cell.format_map(row) for *_, cell in _COLUMNS), _WIDTHS)
+    cells = (cell.format_map(row) for *_, cell in _COLUMNS)
+    return " " + aligned(cells, _WIDTHS)
 
 
 def footer(rows: Sequence[Row], where: Row) -> list[str]:
-    slowest = max(rows, key=operator.itemgetter("slowest_ratio"))
+    slowest = max(rows, key=lambda row: row["slowest_ratio"])
     wrong = sum(row["wrong"] for row in rows)
     verdict = "FAILED" if wrong else "OK"
     bandwidth = sum(row["busbw"] for row in rows) / len(rows)

@@ -99,9 +99,10 @@ class AllToAll(TorchCollective):
         dist.all_to_all(self.received_parts, self.sent_parts, group=self.group)
 
     def expected(self) -> np.ndarray:
-        shape = (-1, self.part)
-        ranks = range(self.communicator.size)
-        parts = [self.operand(rank, self.count).reshape(shape)[self.rank] for rank in ranks]
+        parts = []
+        for rank in range(self.communicator.size):
+            parts_of_rank = self.operand(rank, self.count).reshape(-1, self.part)
+            parts.append(parts_of_rank[self.rank])
         return np.concatenate(parts)
 
 
@@ -132,15 +133,13 @@ def compare_calls(
     Raises: CannotTakePart on all ranks if torch has no backend for `device`, or ranks share a device.
     """
     groups = {backend: group_on(backend) for backend in (backend_of_torch(device.name), MPISTRAT)}
-    return [
-        compare_call(
-            name,
-            {backend: CALLS[name](group, nbytes, device) for backend, group in groups.items()},
-            num_rounds,
-        )
-        for name in names
-        for nbytes in sizes
-    ]
+    rows = []
+    for name in names:
+        kind = CALLS[name]
+        for nbytes in sizes:
+            calls = {backend: kind(group, nbytes, device) for backend, group in groups.items()}
+            rows.append(compare_call(name, calls, num_rounds))
+    return rows
 
 
 def compare_call(name: str, calls: Mapping[str, TorchCollective], num_rounds: int) -> Row:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import hashlib
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from mpistrat.tools.bench import examples
 from mpistrat.tools.bench.device import Device
 from mpistrat.tools.bench.models import MODELS
 from mpistrat.tools.bench.report import Row, surroundings
-from mpistrat.tools.bench.rounds import Results, UsageError, all_ranks
+from mpistrat.tools.bench.rounds import Results, UsageError, all_ranks, medians
 from mpistrat.tools.bench.work import Step, Work, alone, step_of
 
 # In this many first steps a strategy tries how gradients travel fastest (`CommunicationOptions.overlap`).
@@ -35,7 +34,11 @@ def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module
     with strategy.scope():
         module, optimizer = work.build()
     step = step_of(work, module, optimizer)
-    return functools.partial(strategy.run, step), module
+
+    def step_of_strategy() -> Any:
+        return strategy.run(step)
+
+    return step_of_strategy, module
 
 
 def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
@@ -86,8 +89,11 @@ def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
     here = np.array(list(times.values())) * 1e3
     of_ranks = np.stack(communicator.all_gather(here))
     # A step takes as long as the slowest rank's step.
-    slowest = dict(zip(times, of_ranks.max(axis=0), strict=True))
-    p50 = {part: float(np.median(values)) for part, values in slowest.items()}
+    slowest: Results = dict(zip(times, of_ranks.max(axis=0).tolist(), strict=True))
+    p50 = medians(slowest)
+    samples: Results = {}
+    for place, part in enumerate(times):
+        samples[f"{part}_ms"] = of_ranks[:, place].round(4).tolist()
     step_ms = p50["step"]
     place = list(times).index("compute")
     compute = np.median(of_ranks[:, place], axis=1)
@@ -115,7 +121,7 @@ def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
         "slowest_ratio": float(compute.max() / np.median(compute)),
         "ranks_that_differ": ranks_that_differ(communicator, module),
         "losses_finite": all(communicator.all_gather_object(np.isfinite(losses).all())),
-        "samples": {f"{part}_ms": of_ranks[:, i].round(4).tolist() for i, part in enumerate(times)},
+        "samples": samples,
     }
     return row, where
 
@@ -138,8 +144,11 @@ def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
 
 
 def _what_is_set(options: CommunicationOptions) -> str:
-    default = CommunicationOptions()
-    changed = [f"{name}={v}" for name, v in vars(options).items() if v != getattr(default, name)]
+    default = vars(CommunicationOptions())
+    changed = []
+    for name, value in vars(options).items():
+        if value != default[name]:
+            changed.append(f"{name}={value}")
     return ", ".join(changed) or "default"
 
 
@@ -177,7 +186,10 @@ def _measure(
         float(plain())
         times["compute"].append(time.perf_counter() - started)
 
-    for _ in range(STEPS_OF_TRIALS if communicator.size > 1 else WARM_UP):
+    untimed = WARM_UP
+    if communicator.size > 1:
+        untimed = STEPS_OF_TRIALS
+    for _ in range(untimed):
         whole()
     for _ in range(WARM_UP):
         computation()
@@ -210,7 +222,8 @@ def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> li
     """
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        bits = parameter.detach().cpu().contiguous().view(torch.uint8)
+        digest.update(bits.numpy().tobytes())
     digests = communicator.all_gather_object(digest.hexdigest())
     return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
@@ -228,8 +241,12 @@ def wrong(row: Row) -> str:
 
 def lines(row: Row, where: Row) -> list[str]:
     """Return the row as lines of text."""
-    mistake = wrong(row)
-    efficiency = row["efficiency"]
+    efficiency = f"not given: {row['efficiency_refused']}"
+    if row["efficiency"] is not None:
+        efficiency = f"{row['efficiency']:.2f} (compute / step)"
+    check = "parameters equal on all ranks, losses finite: OK"
+    if mistake := wrong(row):
+        check = f"FAILED: {mistake}"
     facts = {
         "parameters": f"{row['parameters']:,} ({row['gradient_bytes'] / 1e6:.1f} MB of gradients)",
         "step": f"{row['step_ms']:.2f} ms (p50), {row['step_ms_p99']:.2f} ms (p99)",
@@ -237,13 +254,9 @@ def lines(row: Row, where: Row) -> list[str]:
         "  compute": f"{row['compute_ms']:.2f} ms (the same step without communication, all ranks at once)",
         "  exposed communication": f"{row['exposed_communication_ms']:.2f} ms",
         "samples/s": f"{row['samples_per_s']:.1f} in all, {row['samples_per_s_per_rank']:.1f} per rank",
-        "efficiency": f"not given: {row['efficiency_refused']}"
-        if efficiency is None
-        else f"{efficiency:.2f} (compute / step)",
+        "efficiency": efficiency,
         "slowest rank": f"{row['slowest_rank']}, {row['slowest_ratio']:.2f} times the median rank's compute",
-        "check": f"FAILED: {mistake}"
-        if mistake
-        else "parameters equal on all ranks, losses finite: OK",
+        "check": check,
     }
     heading = (
         f"# train {row['model']} over {where['ranks']} ranks · {where['mpi']} · {where['cpu']}, "
@@ -252,5 +265,6 @@ def lines(row: Row, where: Row) -> list[str]:
         f"{row['input']} input · {row['steps']} steps · {row['communication_options']} "
         "communication options"
     )
+    table = (f"{name:<24}{text}" for name, text in facts.items())
     ways = (f"# {way}" for way in row["ways"])
-    return [heading, *(f"{name:<24}{text}" for name, text in facts.items()), *ways]
+    return [heading, *table, *ways]

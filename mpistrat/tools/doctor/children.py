@@ -106,7 +106,8 @@ def how_it_ended(code: int) -> str:
 def written(file: IO[bytes]) -> str:
     """Return the text in a file that another process has written: its last 1 MiB at most."""
     size = os.fstat(file.fileno()).st_size
-    return os.pread(file.fileno(), MOST_WORDS, max(0, size - MOST_WORDS)).decode(errors="replace")
+    end = os.pread(file.fileno(), MOST_WORDS, max(0, size - MOST_WORDS))
+    return end.decode(errors="replace")
 
 
 def last_words(text: str, lines: int = 4) -> str:

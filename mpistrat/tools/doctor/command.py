@@ -8,7 +8,6 @@ open files. Shell scripts between mpirun and a program rely on that, too.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import select
@@ -32,7 +31,7 @@ from mpistrat.tools.doctor import (
 )
 from mpistrat.tools.doctor.children import file_with, how_it_ended, last_words, written
 from mpistrat.tools.doctor.facts import Job, JobFailure, Library, RankFacts, as_json, from_json
-from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, as_text, said_once, to_json
+from mpistrat.tools.doctor.finding import PROBLEM, Finding, as_text, said_once, to_json
 
 Check = Callable[[Job], Iterable[Finding]]
 SECONDS_FOR_RANK_0 = 10.0
@@ -70,7 +69,10 @@ def run(in_json: bool) -> int:
                 "It did not end well",
             )
         )
-    text = to_json(findings, job) if in_json else as_text(findings, len(job.nodes()))
+    if in_json:
+        text = to_json(findings, job)
+    else:
+        text = as_text(findings, len(job.nodes()))
     sys.stdout.write(text + "\n")  # one write, for launchers mix the lines of several writes
     sys.stdout.flush()
     return int(PROBLEM in {finding.level for finding in findings})
@@ -93,22 +95,24 @@ def look() -> RankFacts:
 
 
 def judge(job: Job) -> list[Finding]:
-    """Return the findings of all checks about the job. Findings that are the same on several nodes are merged."""
-    return said_once(itertools.chain(*(_guarded(check, job) for check in CHECKS)))
+    """Return the findings of all checks about the job. Findings that are the same on several nodes are merged.
 
-
-def _guarded(check: Check, job: Job) -> Findings:
-    """Yield the findings of a check. If the check raises an error, yield a problem that names the error."""
-    try:
-        yield from check(job)
-    except Exception as error:
-        yield Finding(
-            check.__module__.rpartition(".")[2],
-            PROBLEM,
-            f"This check has failed with an error of its own: {type(error).__name__}: {error}.",
-            "please report it, with the output of --json",
-            "This check has failed with an error of its own",
-        )
+    If a check raises an error, a problem names the error.
+    """
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            findings.extend(check(job))
+        except Exception as error:
+            failure = Finding(
+                check.__module__.rpartition(".")[2],
+                PROBLEM,
+                f"This check has failed with an error of its own: {type(error).__name__}: {error}.",
+                "please report it, with the output of --json",
+                "This check has failed with an error of its own",
+            )
+            findings.append(failure)
+    return said_once(findings)
 
 
 def _speak_for_a_node(here: RankFacts, failure: JobFailure) -> int:

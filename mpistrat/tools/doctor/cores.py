@@ -49,7 +49,10 @@ def check(job: Job) -> Findings:
     if job.failure is not None and job.first.launch.of_several:
         return  # the number of ranks on this node is not known
     for name, ranks in job.nodes().items():
-        found = [*_sharing(ranks), *_quota(ranks), *_threads(ranks), *_slurm(ranks)]
+        found = list(_sharing(ranks))
+        found += _quota(ranks)
+        found += _threads(ranks)
+        found += _slurm(ranks)
         if PROBLEM not in {finding.level for finding in found}:
             found.append(_fine(ranks))
         if farthest := max(rank.cores.distance for rank in ranks):
@@ -161,7 +164,7 @@ def _usable_cpus(ranks: Ranks) -> float:
 def _threads(ranks: Ranks) -> Findings:
     """Find variables such as OMP_NUM_THREADS that the user has set to more than a rank's share of the cores."""
     masks = [rank.cores.allowed for rank in ranks]
-    too_many: collections.Counter[tuple[str, str, int]] = collections.Counter()
+    too_many = collections.Counter[tuple[str, str, int]]()
     for rank in ranks:
         share = intra_op_threads(rank.cores.allowed, masks)
         for name, text in rank.cores.threads.items():

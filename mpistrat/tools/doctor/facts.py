@@ -273,5 +273,7 @@ def from_json(kind: Any, value: Any) -> Any:
     if isinstance(value, list):
         return [from_json(found, part) for part in value]
     if isinstance(value, dict):
-        return found(**{name: from_json(_hints(found)[name], part) for name, part in value.items()})
+        hints = _hints(found)
+        fields = {name: from_json(hints[name], part) for name, part in value.items()}
+        return found(**fields)
     return value

@@ -42,7 +42,8 @@ class Finding:
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ValueError(f"level={self.level!r}: expected one of {LEVELS}")
-        if {bool(self.fix), bool(self.heading)} != {self.level != OK}:
+        has_advice = {bool(self.fix), bool(self.heading)}
+        if has_advice != {self.level != OK}:
             raise ValueError(f"a finding has a fix and a heading exactly if it is not ok: {self}")
 
 
@@ -86,7 +87,8 @@ def as_text(findings: Sequence[Finding], nodes: int) -> str:
     """
     lines = []
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
-        lines += _wrapped(_MARKS[finding.level], f"{_subject(finding, nodes)}: {finding.text}")
+        subject = _subject(finding, nodes)
+        lines += _wrapped(_MARKS[finding.level], f"{subject}: {finding.text}")
         if finding.fix:
             see = f"(docs/troubleshooting.md: {finding.heading})"
             lines += _wrapped("    fix: ", f"{finding.fix} {see}")

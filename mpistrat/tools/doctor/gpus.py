@@ -21,6 +21,7 @@ _UNUSABLE = "No GPU can be used"
 _NCCLS = "Different versions of NCCL"
 WHEEL = "the wheel that torch needs"
 BEGIN = '{"torch": '  # the start of the child's line; libraries may print before and after it
+_Node = tuple[str, Ranks, Gpus]  # its name, its ranks, and the GPUs that its first rank sees
 
 # The child imports torch first, as mpistrat does. CuPy then uses the libnccl that torch has loaded.
 _IMPORT = r"""
@@ -78,14 +79,15 @@ def look(driver: Driver) -> Gpus:
 
 
 def check(job: Job) -> Findings:
-    nodes = [(name, ranks, gpus) for name, ranks in job.nodes().items() if (gpus := ranks[0].gpus)]
+    nodes: list[_Node] = []
+    for name, ranks in job.nodes().items():
+        if gpus := ranks[0].gpus:
+            nodes.append((name, ranks, gpus))
     some_have = any(_have(ranks, gpus) for _, ranks, gpus in nodes)
-    imports: list[Finding] = []
     found: list[Finding] = []
     for name, ranks, gpus in nodes:
-        imports += on_node(name, _torch_import(ranks, gpus))
+        yield from on_node(name, _torch_import(ranks, gpus))
         found += on_node(name, _gpus_of_node(ranks, gpus, some_have))
-    yield from imports
     yield from found
     if found or some_have:
         yield from _nccl_versions(nodes)
@@ -199,7 +201,8 @@ def _shared_gpus(ranks: Ranks, number: int) -> Findings:
 
     Ranks may see different GPUs, by --gpus-per-task or by a script that the launcher starts.
     """
-    gpus = max(number, len(set().union(*(rank.driver.gpus for rank in ranks))))
+    visible = set[str]().union(*(rank.driver.gpus for rank in ranks))
+    gpus = max(number, len(visible))
     sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
     if len(sharing) > gpus:
         yield warning(
@@ -308,8 +311,12 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Findin
         )
 
 
-def _nccl_versions(nodes: list[tuple[str, Ranks, Gpus]]) -> Findings:
-    hosts = grouped((gpus.nccl_loaded[0][1], name) for name, _, gpus in nodes if gpus.nccl_loaded)
+def _nccl_versions(nodes: list[_Node]) -> Findings:
+    hosts: dict[str, list[str]] = {}
+    for name, _, gpus in nodes:
+        if gpus.nccl_loaded:
+            version = gpus.nccl_loaded[0][1]
+            hosts.setdefault(version, []).append(name)
     if len(hosts) > 1:
         on_hosts = [f"{version} on {', '.join(names)}" for version, names in hosts.items()]
         listed = "; ".join(on_hosts)

@@ -147,7 +147,9 @@ def check(job: Job) -> Findings:
     if links is None or not links.rates:
         return
     names = list(job.nodes())
-    rates = {(int(a), int(b)): rate for a, b, rate in links.rates}
+    rates: _Rates = {}
+    for a, b, rate in links.rates:
+        rates[int(a), int(b)] = rate
     slow = slower_than_others(rates)
     yield from _named(slow, rates, names)
     fast = [rate for pair, rate in rates.items() if pair not in slow]
@@ -172,23 +174,20 @@ def slower_than_others(rates: _Rates) -> _Rates:
     """
     ordered = sorted(rates.values())
     found: _Rates = {}
-    if len(ordered) < 2:
+    others = len(ordered) - 1
+    if others < 1:
         return found
     for pair, rate in rates.items():
         index = bisect.bisect_left(ordered, rate)
-        median = _median_without(ordered, index)
+        low = (others - 1) // 2
+        high = others // 2
+        # The middle of the others: places from `index` on move up by one.
+        low += low >= index
+        high += high >= index
+        median = (ordered[low] + ordered[high]) / 2
         if rate < SLOW * median:
             found[pair] = median
     return found
-
-
-def _median_without(ordered: Sequence[float], index: int) -> float:
-    left = len(ordered) - 1
-    low = (left - 1) // 2
-    high = left // 2
-    low += low >= index
-    high += high >= index
-    return (ordered[low] + ordered[high]) / 2
 
 
 def _named(slow: _Rates, rates: _Rates, names: Sequence[str]) -> Findings:

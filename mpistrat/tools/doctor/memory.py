@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import operator
 import os
 import resource
 import tempfile
@@ -181,7 +180,7 @@ def _summary(memories: Sequence[MemoryLimits]) -> str:
 
 def _fullest(rooms: Iterable[Room | None]) -> Room | None:
     """Return the file system with the least free space; None if there is none. None among `rooms` is skipped."""
-    return min(filter(None, rooms), key=operator.attrgetter("free"), default=None)
+    return min(filter(None, rooms), key=lambda room: room.free, default=None)
 
 
 def _left(memory: MemoryLimits) -> int:
@@ -198,7 +197,8 @@ def _room(folder_of: Callable[[], str]) -> Room | None:
         system = os.statvfs(folder)
     except OSError:
         return None
-    return Room(folder, system.f_frsize * system.f_blocks, system.f_frsize * system.f_bavail)
+    block = system.f_frsize
+    return Room(folder, block * system.f_blocks, block * system.f_bavail)
 
 
 def _limits_of(kind: int) -> list[int | None]:

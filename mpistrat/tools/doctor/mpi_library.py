@@ -144,8 +144,10 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
     text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}."
     if failure.words:
         text += f" Its last words: {failure.words}"
-    causes = ((fix, cause) for cause, fix in OUT_OF.items() if cause in text)
-    return problem(text, *next(causes, (_fix_end(launch, library, failure), "MPI_Init failed")))
+    for cause, fix in OUT_OF.items():
+        if cause in text:
+            return problem(text, fix, cause)
+    return problem(text, _fix_end(launch, library, failure), "MPI_Init failed")
 
 
 def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
@@ -157,7 +159,9 @@ def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
         return _LATE if launch.of_several else _LATE_ALONE
     family = library_family(library.version) if library.version else None  # None: no library
     same = not launch.variables or command_family(launch.launcher) == family
-    return _OTHER_NETWORK if same and not launch.by_srun else _fix_mismatch(launch, library)
+    if same and not launch.by_srun:
+        return _OTHER_NETWORK
+    return _fix_mismatch(launch, library)
 
 
 def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
@@ -220,11 +224,15 @@ def _fix_srun(launch: Launch, family: str) -> str:
 
 def _choice(library: Library) -> Finding:
     rule = rule_of(library)
-    why = _WHY.get(rule, _BUILT if library.built_for_one else _ELSEWHERE)
+    without_rule = _ELSEWHERE
+    if library.built_for_one:
+        without_rule = _BUILT
+    why = _WHY.get(rule, without_rule)
     real = os.path.realpath(library.path)
-    others = {
-        path: by for by, path in reversed(library.candidates) if os.path.realpath(path) != real
-    }
+    others: dict[str, str] = {}
+    for by, path in reversed(library.candidates):
+        if os.path.realpath(path) != real:
+            others[path] = by
     name = library_name(library.version)
     text = f"{name} is loaded from {library.path}, because {why}."
     shadowed = sorted(path for path, by in others.items() if by == search.LIBRARY_PATH)
@@ -287,7 +295,9 @@ def command_family(version: str) -> str:
     """Return OPEN_MPI or MPICH for the output of `mpirun --version`, or a launcher's name; "" for an unknown one."""
     if re.search(r"Open ?MPI|OpenRTE|PRRTE|prterun", version, re.IGNORECASE):
         return OPEN_MPI
-    return MPICH if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", version, re.IGNORECASE) else ""
+    if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", version, re.IGNORECASE):
+        return MPICH
+    return ""
 
 
 def command_of_ranks(launch: Launch) -> list[str]:
@@ -295,8 +305,10 @@ def command_of_ranks(launch: Launch) -> list[str]:
 
     srun, if it offers a type of --mpi that the MPI of mpirun has; else mpirun. [""] if there is neither.
     """
-    is_open_mpi = command_family(launch.mpirun_version) == OPEN_MPI
-    for kind in ("pmix",) if is_open_mpi else ("pmi2", "pmix"):
+    kinds = ["pmi2", "pmix"]
+    if command_family(launch.mpirun_version) == OPEN_MPI:
+        kinds.remove("pmi2")
+    for kind in kinds:
         if kind in launch.srun_types:
             return ["srun", f"--mpi={kind}"]
     return [launch.mpirun]

@@ -51,7 +51,9 @@ def look() -> Launch:
             size = None if claim.at_least else claim.size
             first = launcher.is_first_on_node()
             launch = Launch(size, claim.rank, claim.variables, claim.launcher, first, slurm)
-    return dataclasses.replace(launch, **_commands(slurm)) if launch.speaks else launch
+    if launch.speaks:
+        return dataclasses.replace(launch, **_commands(slurm))
+    return launch
 
 
 def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
@@ -111,7 +113,9 @@ def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
 def check(job: Job) -> Findings:
     yield from _clocks(job)
     if job.first.launch.slurm:
-        found = [*_inherited(job), *_not_a_step(job), *_placement(job)]
+        found = list(_inherited(job))
+        found += _not_a_step(job)
+        found += _placement(job)
         yield from found or [_slurm_summary(job)]
 
 
@@ -134,10 +138,12 @@ def _clocks(job: Job) -> Findings:
             _APART,
         )
     elif len(wrong) > len(clocks) / 2:  # then node 0's clock is wrong
-        median = sorted(clock.ahead for clock in wrong)[len(wrong) // 2]
+        ahead = sorted(clock.ahead for clock in wrong)
+        median = ahead[len(wrong) // 2]
         yield _wrong_clock(names[0], -median, "the others")
     else:
-        yield from (_wrong_clock(names[clock.node], clock.ahead, names[0]) for clock in wrong)
+        for clock in wrong:
+            yield _wrong_clock(names[clock.node], clock.ahead, names[0])
 
 
 def _wrong_clock(node: str, ahead: float, reference: str) -> Finding:
@@ -242,7 +248,9 @@ def _slurm_summary(job: Job) -> Finding:
     parts = [f"job {launch.slurm.get('SLURM_JOB_ID', '?')}"]
     if launch.by_srun:  # under mpirun, the step holds mpirun's daemons
         slurm = launch.slurm
-        parts += [f"{what} {slurm[name]}" for what, name in _STEP.items() if slurm.get(name)]
+        for what, name in _STEP.items():
+            if slurm.get(name):
+                parts.append(f"{what} {slurm[name]}")
     if launch.srun_types:
         parts.append(f"srun --mpi=list: {' '.join(launch.srun_types)}")
     return ok(f"Slurm: {', '.join(parts)}.")

@@ -11,7 +11,6 @@ import ctypes
 import dataclasses
 import importlib
 import importlib.util
-import itertools
 import json
 import os
 import signal
@@ -90,7 +89,9 @@ def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
     tell(stage="the first message between all ranks", seconds=SECONDS_TO_GATHER)
     topology = MPIClusterResolver().topology()
     first = topology.local_rank == 0
-    gpus = _with_refusal(rank.gpus, rank.driver) if first and rank.gpus else rank.gpus
+    gpus = rank.gpus
+    if first and gpus:
+        gpus = _with_refusal(gpus, rank.driver)
     from mpistrat.communicators.costs.distance import distance_on_node
 
     cores = dataclasses.replace(rank.cores, distance=distance_on_node(world))
@@ -139,10 +140,12 @@ def _between_nodes(
         pair = f"{topology.hosts[topology.node]} and {topology.hosts[other]}"
         tell(stage=f"measuring the link between {pair}", seconds=SECONDS_TO_MEASURE)
 
-    rates = leaders.gather(links.measure(leaders, begin)) or []
+    rates: list[list[float]] = []
+    for of_node in leaders.gather(links.measure(leaders, begin)) or []:
+        rates += of_node
     speeds = leaders.gather(list(network_links())) or []
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
-    return clocks, facts.Links([*itertools.chain(*rates)], speeds, pairs)
+    return clocks, facts.Links(rates, speeds, pairs)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,10 @@ def run(folder: str, launch: Launch) -> int:
 
 
 def _filled(template: str, mpirun_version: str) -> str:
-    """Return the batch script for this cluster. Lines for facts that are not known stay as in the template."""
+    """Ask Slurm for its nodes and its kinds of --mpi, and return the batch script for this cluster.
+
+    Lines for facts that are not known stay as in the template.
+    """
     count, cores, gpus, partition = _nodes()
     tasks = gpus or min(2, cores)
     modules = os.environ.get("LOADEDMODULES", "").replace(":", " ")
@@ -77,8 +80,11 @@ def _nodes() -> tuple[int, int, int, str]:
     """Return the default partition's nodes, its cores and GPUs per node, and its name; without Slurm this machine's."""
     answer = _ask("sinfo", "--noheader", "--format=%P|%D|%c|%G")
     if found := re.search(r"^(.+)\*\|(\d+)\+?\|(\d+)\+?\|(.*)", answer, re.MULTILINE):
-        gpus = re.search(r"gpu:(?:[^:,(]+:)?(\d+)(?=[(,]|$)", found[4])
-        return int(found[2]), int(found[3]), int(gpus[1]) if gpus else 0, found[1]
+        partition, count, cores, kinds = found.groups()
+        gpus = 0
+        if of_node := re.search(r"gpu:(?:[^:,(]+:)?(\d+)(?=[(,]|$)", kinds):
+            gpus = int(of_node[1])
+        return int(count), int(cores), gpus, partition
     return 2, len(os.sched_getaffinity(0)), len(cuda_driver.look().gpus), ""
 
 

@@ -66,7 +66,8 @@ def other_data(found: Verdict) -> str:
         return f"{len(examples)} examples in this step, for {len(right)}"
     if examples == right or abs(inputs - wanted) <= _SAME * wanted:
         return ""
-    everything, _ = _data_of([step for rank in found.reference for step in rank.steps])
+    all_steps = [step for rank in found.reference for step in rank.steps]
+    everything, _ = _data_of(all_steps)
     if {*examples} <= {*everything}:
         return "the same examples in another order: shuffle by one seed on all ranks"
     return (
@@ -90,15 +91,18 @@ def names(run: Run, field: str) -> str:
 def _unlike(steps: list[Step], field: str) -> list[Any]:
     """Return the first values of a field; [] if all are equal."""
     values = [getattr(step, field) for step in steps]
-    return values[:5] if values.count(values[0]) < len(values) else []
+    if values.count(values[0]) == len(values):
+        return []
+    return values[:5]
 
 
 def _factor(steps: list[Step]) -> float:
     """Return c if all gradients in the second step are c times those in the first; 0.0 if not, or if c is 1."""
-    right, judged = [
-        np.concatenate([[], *(sample.values for sample in step.tensors["gradients"].values())])
-        for step in steps[:2]
-    ]
+    flat = []
+    for step in steps[:2]:
+        gradients = step.tensors["gradients"].values()
+        flat.append(np.concatenate([[], *(sample.values for sample in gradients)]))
+    right, judged = flat
     if right.shape != judged.shape:
         return 0.0
     factor = right @ judged / (right @ right or 1.0)

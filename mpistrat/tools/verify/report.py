@@ -33,6 +33,7 @@ def text_of(found: Verdict, causes: list[str]) -> str:
     right = "1 rank"
     if len(found.reference) > 1:
         right = f"{ranks} ranks on gloo"
+    runs = found.reference[:1] + found.ranks
     text = _OUTCOMES[found.outcome].format(
         found=found,
         kind=_KINDS[found.kind],
@@ -41,7 +42,7 @@ def text_of(found: Verdict, causes: list[str]) -> str:
         right=right,
         mine=_side(found, found.reference),
         theirs=_side(found, found.ranks),
-        counts=[len(rank.steps) for rank in found.reference[:1] + found.ranks],
+        counts=[len(rank.steps) for rank in runs],
     )
     lines = [text, *(f"  {cause}" for cause in causes)]
     if found.reference[0].switched_off:

@@ -63,8 +63,15 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
     arguments |= dict.fromkeys(kinds, True)
     command += ["mpistrat.tools.verify.rank_process", json.dumps(arguments)]
     output = ask(command, asked.seconds, environment)
-    found: Run = [pickle.loads(file.read_bytes()) for file in files.parent.glob("*.recording")]
-    _check_files(found)
+    found: Run = []
+    for file in files.parent.glob("*.recording"):
+        found.append(pickle.loads(file.read_bytes()))
+    for recording in found:
+        if recording.refused:
+            raise FailedRunError(
+                f"the program wants to write {recording.refused}, which was there before the run: give it another "
+                "path, or move the file away"
+            )
     if output.ended or len(found) < ranks:
         words = last_words(output.errors or output.output)
         raise FailedRunError(f"{failure} ({output.ended or 'exit code 0'}): {words}")
@@ -73,12 +80,3 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
             "no optimizer of torch has made a step, and no variable was assigned. Give a program that trains"
         )
     return sorted(found, key=lambda recording: recording.rank)
-
-
-def _check_files(run: Run) -> None:
-    for recording in run:
-        if recording.refused:
-            raise FailedRunError(
-                f"the program wants to write {recording.refused}, which was there before the run: give it another "
-                "path, or move the file away"
-            )

@@ -39,7 +39,8 @@ def _memory(buffer: Array) -> Any:
     if not arrays.is_on_accelerator(buffer):
         return arrays.to_numpy(buffer)  # mpi4py takes a NumPy array faster than a tensor
     torch.accelerator.synchronize(buffer.device)
-    return [MPI.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes), buffer.numel(), MPI.FLOAT]
+    memory = MPI.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes)
+    return [memory, buffer.numel(), MPI.FLOAT]
 
 
 def _flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Any]:
@@ -51,8 +52,10 @@ def _flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, to
     parameters = list(module.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=work.device)
-    parts = zip(flat.split(sizes), parameters, strict=True)
-    return module, optimizer, flat, [(part.view(p.shape), p) for part, p in parts]
+    pairs = []
+    for part, parameter in zip(flat.split(sizes), parameters, strict=True):
+        pairs.append((part.view(parameter.shape), parameter))
+    return module, optimizer, flat, pairs
 
 
 def _copied(work: Work) -> Step:

@@ -38,15 +38,6 @@ def _start() -> Any:
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
-def _perceptron(work: Work) -> list[torch.nn.Linear]:
-    """Return the linear layers of the work's model, in order. Raises: CannotTakePart if the model is no perceptron."""
-    module, _ = work.build()
-    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    if not isinstance(module, torch.nn.Sequential) or len(layers) * 2 != len(module):
-        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
-    return layers
-
-
 def training_steps(work: Work) -> Contestants:
     """Return a step of the work's perceptron in TensorFlow, with the same weights and batch. Called by: every rank.
 
@@ -54,7 +45,10 @@ def training_steps(work: Work) -> Contestants:
     Raises: CannotTakePart for a model that is no perceptron, or on a device.
     """
     check_on_host(work.device)
-    layers = _perceptron(work)
+    module, _ = work.build()
+    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+    if not isinstance(module, torch.nn.Sequential) or len(layers) * 2 != len(module):
+        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
     strategy = _start()
     inputs, targets = (tf.constant(tensor.numpy()) for tensor in work.batch)
     inputs = tf.reshape(inputs, [len(inputs), -1])
@@ -63,9 +57,12 @@ def training_steps(work: Work) -> Contestants:
         biases = [tf.Variable(layer.bias.detach().numpy()) for layer in layers]
     variables = weights + biases
 
+    def descend(variable: Any, gradient: Any) -> Any:
+        return variable.assign_sub(0.01 * gradient)
+
     def update(strategy: Any, gradients: Any) -> None:
         for variable, gradient in zip(variables, gradients, strict=True):
-            strategy.extended.update(variable, lambda v, g: v.assign_sub(0.01 * g), (gradient,))
+            strategy.extended.update(variable, descend, (gradient,))
 
     def replica_step() -> Any:
         with tf.GradientTape() as tape:
