@@ -80,7 +80,10 @@ class _Trace:
                     event = json.loads(line.rstrip(",\n"))
                     self._add(event)
         lowest = min(self.spans)
-        starts = [each.start for each in self.spans[lowest] if each.name in _NAMES_OF_STEPS]
+        starts = []
+        for each in self.spans[lowest]:
+            if each.name in _NAMES_OF_STEPS:
+                starts.append(each.start)
         self.steps = sorted(starts)
         # The first step is left out of the sums: first calls, connections and imports make it long.
         self.since = 0.0

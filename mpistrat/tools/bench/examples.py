@@ -14,7 +14,6 @@ from mpistrat.strategy import Strategy
 from mpistrat.tools.bench.models import Model
 from mpistrat.tools.bench.rounds import UsageError, first_reason
 
-SYNTHETIC = "synthetic"
 DIGITS = "digits"
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,7 +59,8 @@ class Text(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         first = index * self._length
-        tokens = self._bytes[first : first + self._length + 1].astype(np.int64)
+        last = first + self._length
+        tokens = self._bytes[first : last + 1].astype(np.int64)
         piece = torch.from_numpy(tokens)
         return piece[:-1], piece[1:]
 
@@ -76,7 +76,7 @@ def batches(
     Returns: None for synthetic input: the step then keeps its random batch.
     Raises: UsageError on all ranks, if this model cannot read `source`, or `source` has less than one batch.
     """
-    if source == SYNTHETIC:
+    if source == "synthetic":
         return None
     dataset = None
     mistake = ""

@@ -172,7 +172,7 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> Row:
     cores = sorted(os.sched_getaffinity(0))
     distances = distance_before(), distance_now()
     hosts = set()
-    usable = set()
+    usable: set[tuple[str, int]] = set()
     all_distances = []
     of_ranks = communicator.all_gather_object((socket.gethostname(), cores, distances))
     for host, cpus, between in of_ranks:

@@ -128,12 +128,13 @@ def compare(
         longest = max(seconds_of(communicator, call, 1, wait) for call in contestants.values())
         repeat = max(1, round(SECONDS_PER_TURN / longest))
 
-    rounds: Results = {name: [] for name in contestants}
-    for _ in range(num_rounds):
-        for name, call in contestants.items():
-            seconds = seconds_of(communicator, call, repeat, wait)
-            rounds[name].append(seconds * 1e6)
-    return rounds
+    def turn(call: _Call, calls: int) -> float:
+        return seconds_of(communicator, call, calls, wait) * 1e6
+
+    turns = {}
+    for name, call in contestants.items():
+        turns[name] = functools.partial(turn, call, repeat)
+    return take_turns(turns, num_rounds)
 
 
 def medians(rounds: Results) -> dict[str, float]:

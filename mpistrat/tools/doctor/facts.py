@@ -274,6 +274,8 @@ def from_json(kind: Any, value: Any) -> Any:
         return [from_json(found, part) for part in value]
     if isinstance(value, dict):
         hints = _hints(found)
-        fields = {name: from_json(hints[name], part) for name, part in value.items()}
+        fields = {}
+        for name, part in value.items():
+            fields[name] = from_json(hints[name], part)
         return found(**fields)
     return value

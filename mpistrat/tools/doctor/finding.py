@@ -53,8 +53,11 @@ Level = partial[Finding]  # a check's function ok, warning or problem
 
 def findings_of(check: str) -> tuple[Level, Level, Level]:
     """Return the functions ok(text), warning(text, fix, heading) and problem(text, fix, heading) for one check."""
-    finding = partial(Finding, check)
-    return partial(finding, OK), partial(finding, WARNING), partial(finding, PROBLEM)
+
+    def at(level: str) -> Level:
+        return partial(Finding, check, level)
+
+    return at(OK), at(WARNING), at(PROBLEM)
 
 
 def on_node(name: str, findings: Iterable[Finding]) -> Findings:

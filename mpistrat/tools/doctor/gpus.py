@@ -74,7 +74,9 @@ def look(driver: Driver) -> Gpus:
         return Gpus(named, torch_error=f"importing torch and CuPy: {why}", nccl_visible=on_path)
     wheels = seen.pop("wheels")
     visible = [[WHEEL, path] for path in wheels]
-    visible += [found for found in on_path if os.path.realpath(found[1]) not in wheels]
+    for origin, path in on_path:
+        if os.path.realpath(path) not in wheels:
+            visible.append([origin, path])
     return Gpus(named, **seen, nccl_visible=visible)
 
 
@@ -86,23 +88,20 @@ def check(job: Job) -> Findings:
     some_have = any(_have(ranks, gpus) for _, ranks, gpus in nodes)
     found: list[Finding] = []
     for name, ranks, gpus in nodes:
-        yield from on_node(name, _torch_import(ranks, gpus))
+        if gpus.torch_error and not ranks[0].driver.hangs:
+            cannot_import = problem(
+                f"torch cannot be imported: {gpus.torch_error}.",
+                "pip install --force-reinstall torch, of the build that fits this machine "
+                "(docs/getting_started.md: which torch comes from where)",
+                "torch cannot be imported",
+            )
+            yield from on_node(name, [cannot_import])
         found += on_node(name, _gpus_of_node(ranks, gpus, some_have))
     yield from found
     if found or some_have:
         yield from _nccl_versions(nodes)
     elif nodes:
         yield ok("No GPU is visible: neither NCCL nor a CUDA-aware MPI is needed.")
-
-
-def _torch_import(ranks: Ranks, gpus: Gpus) -> Findings:
-    if gpus.torch_error and not ranks[0].driver.hangs:
-        yield problem(
-            f"torch cannot be imported: {gpus.torch_error}.",
-            "pip install --force-reinstall torch, of the build that fits this machine "
-            "(docs/getting_started.md: which torch comes from where)",
-            "torch cannot be imported",
-        )
 
 
 def _have(ranks: Ranks, gpus: Gpus) -> bool:
@@ -201,7 +200,9 @@ def _shared_gpus(ranks: Ranks, number: int) -> Findings:
 
     Ranks may see different GPUs, by --gpus-per-task or by a script that the launcher starts.
     """
-    visible = set[str]().union(*(rank.driver.gpus for rank in ranks))
+    visible: set[str] = set()
+    for rank in ranks:
+        visible.update(rank.driver.gpus)
     gpus = max(number, len(visible))
     sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
     if len(sharing) > gpus:
@@ -318,6 +319,8 @@ def _nccl_versions(nodes: list[_Node]) -> Findings:
             version = gpus.nccl_loaded[0][1]
             hosts.setdefault(version, []).append(name)
     if len(hosts) > 1:
-        on_hosts = [f"{version} on {', '.join(names)}" for version, names in hosts.items()]
+        on_hosts = []
+        for version, names in hosts.items():
+            on_hosts.append(f"{version} on {', '.join(names)}")
         listed = "; ".join(on_hosts)
         yield problem(f"Nodes have different versions of NCCL: {listed}.", ONE_ENVIRONMENT, _NCCLS)

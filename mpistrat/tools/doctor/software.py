@@ -54,7 +54,9 @@ def _differences(ranks: Ranks) -> Findings:
     for name in _COMPARED:
         versions = grouped((getattr(rank.software, name), rank.rank) for rank in ranks)
         if len(versions) > 1:
-            listed = [f"{v or 'none'} on {ranks_in_words(of_v)}" for v, of_v in versions.items()]
+            listed = []
+            for version, ranks_with_it in versions.items():
+                listed.append(f"{version or 'none'} on {ranks_in_words(ranks_with_it)}")
             yield problem(
                 f"{_NAMES.get(name, name)} is not the same on all ranks: {'; '.join(listed)}.",
                 "start all ranks with one environment, on a file system that all nodes see: activate it in the job "

@@ -24,7 +24,10 @@ def run(folder: str, launch: Launch) -> int:
         launch: the facts of this process's launcher and of Slurm.
     Returns: the exit code: 0; 1 if a file is there already or cannot be written. Then no file was written.
     """
-    there = [name for name in _NAMES if os.path.lexists(os.path.join(folder, name))]
+    there = []
+    for name in _NAMES:
+        if os.path.lexists(os.path.join(folder, name)):
+            there.append(name)
     if there:
         what = f"there is {', '.join(there)} in {folder} already"
         print(f"mpistrat init: {what}: move it away, or name another folder", file=sys.stderr)

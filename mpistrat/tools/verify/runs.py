@@ -63,15 +63,7 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
     arguments |= dict.fromkeys(kinds, True)
     command += ["mpistrat.tools.verify.rank_process", json.dumps(arguments)]
     output = ask(command, asked.seconds, environment)
-    found: Run = []
-    for file in files.parent.glob("*.recording"):
-        found.append(pickle.loads(file.read_bytes()))
-    for recording in found:
-        if recording.refused:
-            raise FailedRunError(
-                f"the program wants to write {recording.refused}, which was there before the run: give it another "
-                "path, or move the file away"
-            )
+    found = _recordings_in(files.parent)
     if output.ended or len(found) < ranks:
         words = last_words(output.errors or output.output)
         raise FailedRunError(f"{failure} ({output.ended or 'exit code 0'}): {words}")
@@ -80,3 +72,17 @@ def start(asked: Namespace, ranks: int, *kinds: str) -> Run:
             "no optimizer of torch has made a step, and no variable was assigned. Give a program that trains"
         )
     return sorted(found, key=lambda recording: recording.rank)
+
+
+def _recordings_in(folder: Path) -> Run:
+    """Read the recordings of a run. Raises: FailedRunError if the program wanted to overwrite a file."""
+    found: Run = []
+    for file in folder.glob("*.recording"):
+        recording = pickle.loads(file.read_bytes())
+        if recording.refused:
+            raise FailedRunError(
+                f"the program wants to write {recording.refused}, which was there before the run: give it another "
+                "path, or move the file away"
+            )
+        found.append(recording)
+    return found
