@@ -24,7 +24,9 @@ def rows_of(leaf: Any) -> int | None:
 
 def is_list(part: Any) -> bool:
     """Whether `part` is a list or tuple. False for mappings and namedtuples, because they are always structure."""
-    return nest.is_structure(part) and not (isinstance(part, Mapping) or hasattr(part, "_fields"))
+    if isinstance(part, Mapping) or hasattr(part, "_fields"):
+        return False
+    return nest.is_structure(part)
 
 
 def lists_of_examples(batch: Any, count: int | None) -> Callable[[Any], bool]:

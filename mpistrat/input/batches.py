@@ -17,8 +17,6 @@ from mpistrat.input.batch_structure import (
 from mpistrat.input.element_spec import ArraySpec
 from mpistrat.values import DistributedValues
 
-_OF_A_DTYPE = str, bytes, int, float, complex
-
 
 class Batches:
     """Measures, cuts and joins batches. It implements `splitting.Kind`."""
@@ -31,7 +29,11 @@ class Batches:
         """
         sizes: set[Any] = set()
         lists = []
-        for leaf in nest.flatten(batch, lambda part: part is not batch and is_list(part)):
+
+        def is_inner_list(part: Any) -> bool:
+            return part is not batch and is_list(part)
+
+        for leaf in nest.flatten(batch, is_inner_list):
             rows = rows_of(leaf)
             if is_list(leaf):
                 lists.append(leaf)
@@ -43,7 +45,8 @@ class Batches:
                     f"Got {leaf!r:.60}"
                 )
         sizes = sizes or _sizes_of(lists)
-        if len(sizes) != 1 or {_readings(part, *sizes) for part in lists if part} - {1}:
+        readings = {_readings(part, size) for size in sizes for part in lists if part}
+        if len(sizes) != 1 or readings - {1}:
             raise ValueError(
                 f"all parts of a batch must have the same first dimension, the GLOBAL batch size; got {sorted(sizes)}. "
                 "A list may have arrays of all examples, or an item for each example, if only one is possible. Put "
@@ -165,7 +168,9 @@ def spec_of(batch: Any) -> Any:
 
     def spec(leaf: Any) -> ArraySpec:
         if not arrays.is_array(leaf):
-            leaf = np.asarray(leaf if isinstance(leaf, _OF_A_DTYPE) else None)
+            if not isinstance(leaf, (str, bytes, int, float, complex)):
+                leaf = None
+            leaf = np.asarray(leaf)
         return ArraySpec.of(leaf)
 
     try:

@@ -86,9 +86,11 @@ def entries_of(loader: data.DataLoader[Any], generators: RandomState) -> _Entrie
 def _texts_of_examples(dataset: Any, length: int) -> _Entries:
     """Return texts of the first and the last example; {} if they are equal, because they may be of this rank alone."""
     texts: _Entries = {}
+    name = type(dataset).__name__
     for index in (0, length - 1):
         before = [*texts.values()]
-        _add_entries(f"{type(dataset).__name__}[{index}]", fetch(dataset, [index])[0], 0, texts)
+        example = fetch(dataset, [index])[0]
+        _add_entries(f"{name}[{index}]", example, 0, texts)
     if [*texts.values()] == before * 2:
         return {}
     return texts
@@ -123,7 +125,8 @@ def _add_entries(name: str, value: Any, length: int, entries: _Entries) -> None:
             entries[name] = _text_of(value)
         return
     value = _as_list(value, length)
-    if _is_sequence(value) and (len(value) >= length or name.endswith(_NAMES)):
+    is_named = name.endswith(_NAMES)
+    if _is_sequence(value) and (is_named or len(value) >= length):
         most = _MOST_ENTRIES if length else _MOST_PARTS
         step = len(value) // most + 1
         for i, part in enumerate(value[::step]):

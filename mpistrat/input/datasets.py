@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mpistrat import arrays, nest
 from mpistrat.input.batches import Batches, collate
-from mpistrat.input.splitting import pieces_of_examples
+from mpistrat.input.splitting import joined, pieces_of_examples
 
 
 class _Batching:
@@ -32,9 +32,9 @@ class _Batching:
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
-        if isinstance(batch_size, bool) or operator.index(batch_size) < 1:
-            raise ValueError(f"batch_size must be a positive integer, got {batch_size!r:.60}")
         self.batch_size = operator.index(batch_size)
+        if isinstance(batch_size, bool) or self.batch_size < 1:
+            raise ValueError(f"batch_size must be a positive integer, got {batch_size!r:.60}")
         self.drop_last = drop_last
         self.program_collate = collate_fn
         self.collate = collate_fn or collate
@@ -168,7 +168,11 @@ class BatchedDataset(_Batching):
             span = range(indices[0], indices[-1] + 1)
             if indices == list(span):
                 where = slice(span.start, span.stop)
-            return nest.map_structure(operator.itemgetter(where), self._dataset)
+
+            def rows(array: Any) -> Any:
+                return array[where]
+
+            return nest.map_structure(rows, self._dataset)
         return fetch(self._dataset, indices)
 
 
@@ -227,9 +231,11 @@ class FileDataset(_Batching):
             >>> ms.input.FileDataset(["a.npy", "b.npy"], np.load, batch_size=4).summary()
             'FileDataset(2 files, checksum of their names ..., batch_size=4, drop_last=False, shuffle=False, seed=0)'
         """
-        names = "\n".join(os.path.basename(str(file)) for file in self.files)
-        checksum = f"checksum of their names {zlib.crc32(names.encode()):08x}"
-        return self._summary(f"FileDataset({len(self.files)} files, {checksum}")
+        names = [os.path.basename(str(file)) for file in self.files]
+        checksum = zlib.crc32("\n".join(names).encode())
+        return self._summary(
+            f"FileDataset({len(names)} files, checksum of their names {checksum:08x}"
+        )
 
     def order(self, epoch: int) -> list[int]:
         """Return the numbers of the files in an epoch's reading order.
@@ -244,9 +250,9 @@ class FileDataset(_Batching):
     def __iter__(self) -> Iterator[Any]:
         order = self.order(self.epoch)
         self.epoch += 1
-        examples = (example for i in order for example in self.reader(self.files[i]))
+        examples = joined(self.reader(self.files[i]) for i in order)
         batches = pieces_of_examples(examples, [self.batch_size], drop_last=self.drop_last)
-        return map(self.collate, batches)
+        return (self.collate(batch) for batch in batches)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,33 +36,38 @@ class DeviceCopies:
 
     def start(self, batches: list[Any]) -> list[Any]:
         """Begin to copy each replica's batch to its device, without waiting. Returns: a list to give to `arrived`."""
-        pairs = zip(self._devices, batches, strict=True)
-        return [self._start(device, batch) for device, batch in pairs]
+        return [
+            self._start(device, batch) for device, batch in zip(self._devices, batches, strict=True)
+        ]
 
     def arrived(self, batches: list[Any]) -> list[Any]:
         """Return the batches that `start` has copied. The device's current stream waits for the copies, not the host.
 
         Args: batches: a result of `start`.
         """
-        pairs = zip(self._devices, batches, strict=True)
-        return [self._arrived(device, batch) for device, batch in pairs]
+        return [
+            self._arrived(device, batch)
+            for device, batch in zip(self._devices, batches, strict=True)
+        ]
 
     def _start(self, device: str, batch: Any) -> Any:
         is_on_host = device.startswith(("cpu", "xla"))
-        if is_on_host or not any(arrays.is_torch(leaf) for leaf in nest.flatten(batch)):
-            return nest.map_structure(functools.partial(_to, device), batch)
-        import torch
-
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.get_device_module(device).Stream(device)
+        needs_stream = not is_on_host and any(map(arrays.is_torch, nest.flatten(batch)))
 
         def copy_of(leaf: Any) -> Any:
-            if arrays.is_torch(leaf) and leaf.is_cpu:
+            if needs_stream and arrays.is_torch(leaf) and leaf.is_cpu:
                 leaf = leaf.pin_memory()
             return _to(device, leaf)
 
-        with torch.get_device_module(device).stream(stream):
+        if not needs_stream:
+            return nest.map_structure(copy_of, batch)
+        import torch
+
+        of_device = torch.get_device_module(device)
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = of_device.Stream(device)
+        with of_device.stream(stream):
             moved = nest.map_structure(copy_of, batch)
             return _CopyUnderWay(moved, stream.record_event())
 
@@ -80,10 +84,12 @@ class DeviceCopies:
                     leaf.record_stream(current)
         if device.startswith(("cpu", "xla")):
             return batch
+
         # Other leaves move themselves, on the current stream: their tensors are not known. Tensors stay as they are.
-        return nest.map_structure(
-            lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch
-        )
+        def moved(leaf: Any) -> Any:
+            return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+        return nest.map_structure(moved, batch)
 
 
 def _to(device: str, leaf: Any) -> Any:
@@ -92,4 +98,6 @@ def _to(device: str, leaf: Any) -> Any:
         if not device.startswith("xla") or leaf.dtype.kind not in "biufc":
             return leaf
         leaf = arrays.as_tensor(leaf)
-    return arrays.to_device(leaf, device) if arrays.is_array(leaf) else leaf
+    if arrays.is_array(leaf):
+        return arrays.to_device(leaf, device)
+    return leaf

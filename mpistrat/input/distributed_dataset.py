@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from mpistrat.errors import OutOfRangeError
 from mpistrat.input.agreed_steps import AgreedSteps, IteratorProgress
 from mpistrat.input.batches import spec_of
 from mpistrat.input.device_copies import DeviceCopies
-from mpistrat.input.element_spec import PerReplicaSpec
+from mpistrat.input.element_spec import ArraySpec, PerReplicaSpec
 from mpistrat.input.readers import FunctionReader, Reader
 from mpistrat.input.splitting import ReplicaPieces
 from mpistrat.options import InputOptions
@@ -123,16 +122,6 @@ class DistributedDataset(Iterable[Any]):
         self._last = weakref.ref(iterator)
         self._progress = iterator.progress
         self._peeked = None
-
-    def _end_step(self) -> None:
-        """Call the methods in `after_steps`, if the program has got a step before.
-
-        Called by: `next` on every rank, inside `replica()`, before it gives the following step.
-        """
-        if self._shared.is_under_way:
-            self._shared.is_under_way = False
-            for method in self.after_steps:
-                method()
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch.
@@ -318,9 +307,8 @@ class DistributedIterator(Iterator[Any]):
         self._together = self._extended.communicator.raising_together()
         self.progress = IteratorProgress(shared.epoch, shared.start)
         self.strategy: Any = dataset.strategy
-        strategy = self.strategy
         reader = dataset._reader
-        combined = strategy.num_replicas_in_sync * strategy.workers_combined
+        combined = self.strategy.num_replicas_in_sync * self.strategy.workers_combined
         # False where workers do not wait for each other: each worker then has steps of its own.
         self._combines_all = combined == self._extended.input.share.num_replicas
         self.divides = reader.drop_last and (reader.batch_size or 1) % combined == 0
@@ -355,40 +343,51 @@ class DistributedIterator(Iterator[Any]):
     def __next__(self) -> Any:
         """Return this rank's next step: a batch, or `PerReplica` batches with several replicas. Called by: every rank.
 
+        It also begins to read later steps. Inside `Strategy.replica()` the call ends the step before: it calls the
+        methods in `after_steps`.
+
         Raises:
             StopIteration: after the last step.
             ValueError: inside `run`.
             RuntimeError: in another strategy's scope.
         """
         with spans.current.range("next(iterator)"):
-            dataset = self._dataset
             shared = self._shared
-            extended = self._extended
-            strategy = extended.strategy
-            steps = extended.given_steps
-            in_block = require_iteration(strategy)
+            in_block = require_iteration(self.strategy)
             if in_block:  # all ranks call this, between two steps
-                dataset._end_step()
-                extended.modules.before_run()
+                if shared.is_under_way:
+                    shared.is_under_way = False
+                    for method in self.after_steps:
+                        method()
+                self._extended.modules.before_run()
             if shared.steps_ahead < 0:
-                shared.steps_ahead = _agreed_depth(self._copies, dataset)
+                shared.steps_ahead = _agreed_depth(self._copies, self._dataset)
             self._read_ahead(shared.steps_ahead)
             if not self._ahead:
                 self._end(in_block)
                 raise StopIteration
             step = self._ahead.popleft()
-            extended.first_step_notice.at_step(step.examples, dataset._reader.batch_size)
-            if in_block or not steps.blocks:
-                known = step.examples if self._combines_all else None
-                steps.give(self, known, gradients=gradients_are_on())
-            self.progress.steps += 1
-            self.progress.position = step.position
-            self.progress.unread = None
-            if in_block:
-                shared.is_under_way = True
-                strategy.runs += 1
-            batches = self._copies.arrived(step) if self._copies.needed else step
-            return batches[0] if len(batches) == 1 else regroup(batches, may_differ=True)
+            self._begin_step(step, in_block)
+            if self._copies.needed:
+                step[:] = self._copies.arrived(step)
+            return regroup(step, may_differ=True)
+
+    def _begin_step(self, step: ReplicaPieces, in_block: bool) -> None:
+        """Tell the strategy of the step that the program gets, because losses count by examples; record the progress.
+
+        Args: in_block: whether the program is inside `Strategy.replica()`.
+        """
+        extended = self._extended
+        extended.first_step_notice.at_step(step.examples, self._dataset._reader.batch_size)
+        if in_block or not extended.given_steps.blocks:
+            examples = step.examples if self._combines_all else None
+            extended.given_steps.give(self, examples, gradients=gradients_are_on())
+        self.progress.steps += 1
+        self.progress.position = step.position
+        self.progress.unread = None
+        if in_block:
+            self._shared.is_under_way = True
+            self.strategy.runs += 1
 
     def _end(self, in_block: bool) -> None:
         """Record that the epoch has no further step. Raises: the error that `_read_ahead` has kept, if any."""
@@ -428,10 +427,12 @@ class DistributedIterator(Iterator[Any]):
 
         Called by: every rank.
         """
-        if self._failure is not None and not self._ahead:
-            self._extended.communicator.raise_together(self._failure)
+        if self._failure is not None:
+            if not self._ahead:
+                self._extended.communicator.raise_together(self._failure)
+            return
         try:
-            while len(self._ahead) <= depth and self._failure is None and not self._has_read_all:
+            while len(self._ahead) <= depth and not self._has_read_all:
                 self._read()
         except Exception as failure:
             self._failure = failure
@@ -558,8 +559,11 @@ def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any
             global_size *= n
         if extended.input.share.workers == 1 and global_size % n == 0:
             size = global_size // n
-    spec = nest.map_structure(operator.methodcaller("with_batch", size), spec_of(batch))
-    if n == 1:
-        return spec
-    replicas = extended.num_local_replicas
-    return nest.map_structure(lambda leaf: PerReplicaSpec((leaf,) * replicas), spec)
+
+    def spec_of_leaf(leaf: ArraySpec) -> ArraySpec | PerReplicaSpec:
+        spec = leaf.with_batch(size)
+        if n == 1:
+            return spec
+        return PerReplicaSpec((spec,) * extended.num_local_replicas)
+
+    return nest.map_structure(spec_of_leaf, spec_of(batch))

@@ -136,7 +136,9 @@ class LocalReader(readers.FunctionReader):
     ) -> None:
         super().__init__([batches], num_replicas)
         length = readers.length_of(batches)
-        steps = None if length == readers.UNKNOWN_CARDINALITY else length // num_replicas
+        steps = None
+        if length != readers.UNKNOWN_CARDINALITY:
+            steps = length // num_replicas
         self._rank = communicator.rank
         self._has_spoken = False
         by_rank = communicator.all_gather_object(steps, label="steps of local batches")
@@ -149,7 +151,9 @@ class LocalReader(readers.FunctionReader):
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         steps = super().steps(epoch, start)
-        return steps if self._steps is None else itertools.islice(steps, self._steps - start)
+        if self._steps is None:
+            return steps
+        return itertools.islice(steps, self._steps - start)
 
     def num_steps(self) -> int | None:
         return self._steps

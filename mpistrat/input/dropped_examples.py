@@ -74,18 +74,19 @@ class DroppedExamples:
         dropped = [entry.dropped if isinstance(entry, Collated) else 0 for entry in step]
         came = expected[:-1] - dropped
         step[:] = [batch_of(entry) for entry in step]
-        rows_of_rank = sum(map(_rows, step, came.tolist()))
-        words = np.array([came.sum(), rows_of_rank])
-        here, rows_here = words.tolist()
+        here = int(came.sum())
+        rows_here = sum(map(_rows, step, came.tolist()))
+        words = np.array([here, rows_here])
         communicator.all_reduce(words, reducing("sum", "examples that came"))
         total, rows = words.tolist()
         if not total:
             for i, batch in enumerate(step):
                 if batch is None:
-                    step[i] = self._collate([None] * int(expected[i]))
+                    examples = [None] * int(expected[i])
+                    step[i] = self._collate(examples)
             return
-        differs = communicator.rank == 0 and rows_here * total != rows * here
-        if differs and not self._has_spoken:
+        differs = rows_here * total != rows * here
+        if differs and communicator.rank == 0 and not self._has_spoken:
             self._has_spoken = True
             tell(
                 f"a loader's collate_fn made {rows} rows of the {total} examples of a step, {rows_here} of {here} on "
@@ -109,10 +110,12 @@ def _rows(batch: Any, count: int) -> int:
         if rows_of(leaf) is not None and not arrays.is_nested(leaf):
             shapes.append(tuple(leaf.shape))
     firsts = {int(shape[0]) for shape in shapes}
-    if not count or len(firsts) != 1 or len(shapes) % count == 0:
+    if not count or len(firsts) != 1:
         return count
     everywhere = set(shapes[0]).intersection(*shapes)
-    return count if count in everywhere else firsts.pop()
+    if len(shapes) % count == 0 or count in everywhere:
+        return count
+    return firsts.pop()
 
 
 def batch_of_one(

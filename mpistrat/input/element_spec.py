@@ -46,7 +46,9 @@ class ArraySpec:
 
     def with_batch(self, size: int | None) -> ArraySpec:
         """Return the spec with first dimension `size`; a scalar's spec stays as it is."""
-        return replace(self, shape=(size, *self.shape[1:])[: len(self.shape)])
+        if not self.shape:
+            return self
+        return replace(self, shape=(size, *self.shape[1:]))
 
     def empty(self) -> Array:
         """Return an array of no examples, for torch on the host. Other dimensions that vary are 0, too."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from mpistrat.communicators import Communicator
@@ -15,7 +13,7 @@ from mpistrat.input import splitting
 from mpistrat.input.datasets import FileDataset
 from mpistrat.input.dropped_examples import DroppedExamples
 from mpistrat.input.readers import Reader, State
-from mpistrat.input.splitting import Lists, ReplicaPieces
+from mpistrat.input.splitting import Lists, ReplicaPieces, without_first
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
@@ -41,13 +39,14 @@ class _FilePosition:
 
     Attributes:
         restart: how far runs before the last restart had read.
-        files: numbers of the worker's files in this epoch, in reading order.
+        files: numbers of the worker's files in this epoch, in reading order; None if the worker has read nothing since
+            the beginning of the epoch, or since a restart.
         finished: how many of `files` the worker has read whole.
         count: number of examples that it has read of the next file.
     """
 
     restart: _Restart
-    files: list[int]
+    files: list[int] | None
     finished: int = 0
     count: int = 0
 
@@ -55,18 +54,15 @@ class _FilePosition:
         """Return (files read whole, examples read of the next file, files not read whole), with files as numbers.
 
         The second is a dict from at most one file's number to its number of examples; {} if none of it was read.
-        `_NothingRead` returns None.
+        Returns: None if the worker has read nothing.
         """
+        if self.files is None:
+            return None
         left = self.files[self.finished :]
-        partly = {left[0]: self.count} if self.count else {}
+        partly = {}
+        if self.count:
+            partly[left[0]] = self.count
         return self.files[: self.finished], partly, left
-
-
-class _NothingRead(_FilePosition):
-    """The position of a worker that has read nothing since the beginning of the epoch, or since a restart."""
-
-    def progress(self) -> None:
-        return None
 
 
 class FileReader(Reader):
@@ -108,15 +104,18 @@ class FileReader(Reader):
         if start == 0:
             self._restart = _Restart()
         restart = self._restart
-        order = [number for number in dataset.order(epoch) if number not in restart.finished]
-        files = order[share.worker :: share.workers] if self._by_file else order
+        files = [number for number in dataset.order(epoch) if number not in restart.finished]
+        if self._by_file:
+            files = files[share.worker :: share.workers]
         if len(restart.left) == share.workers:  # each worker goes on with its own files
             files = restart.left[share.worker]
         place = _FilePosition(restart, files)
-        examples = self._examples(place)
-        pieces_of = partial(splitting.pieces_of_examples, examples, drop_last=dataset.drop_last)
+        examples = self._examples(place, files)
+        drop_last = dataset.drop_last
         if self._splits_each:
-            batches = pieces_of([dataset.batch_size])
+            batches = splitting.pieces_of_examples(
+                examples, [dataset.batch_size], drop_last=drop_last
+            )
             steps = splitting.pieces_of_each(batches, Lists(), share.pieces, share.num_replicas)
         else:
             sizes = share.sizes(dataset.batch_size)
@@ -124,21 +123,22 @@ class FileReader(Reader):
                 begun = start * share.replicas_per_worker % len(sizes)
                 sizes = sizes[begun:] + sizes[:begun]
                 start = 0  # `restart` skips the steps that were made
-            steps = splitting.steps_of_stream(pieces_of(sizes), share, drop_last=dataset.drop_last)
+            pieces = splitting.pieces_of_examples(examples, sizes, drop_last=drop_last)
+            steps = splitting.steps_of_stream(pieces, share, drop_last=drop_last)
         collate = self.dropped or dataset.collate
-        for step in itertools.islice(steps, start, None):
+        for step in without_first(steps, start):
             yield step.replace_pieces(collate, replace(place))
 
-    def _examples(self, place: _FilePosition) -> Iterator[Any]:
-        """Yield the examples in the worker's files that were not read before the restart. Updates `place`."""
-        for i, number in enumerate(place.files):
+    def _examples(self, place: _FilePosition, files: list[int]) -> Iterator[Any]:
+        """Yield the examples in the worker's `files` that were not read before the restart. Updates `place`."""
+        for i, number in enumerate(files):
             examples = self._dataset.reader(self._dataset.files[number])
-            skipped = place.restart.partly.get(number, 0)
-            for count, example in enumerate(itertools.islice(examples, skipped, None), skipped + 1):
+            place.finished = i
+            place.count = place.restart.partly.get(number, 0)
+            for example in without_first(examples, place.count):
                 if self._first_example is None:
                     self._first_example = example
-                place.finished = i
-                place.count = count
+                place.count += 1
                 yield example
             place.finished = i + 1
             place.count = 0
@@ -164,25 +164,32 @@ class FileReader(Reader):
             finished.update(done)
             partly.update(part)
             left[worker] = rest
-        partly = {number: count for number, count in partly.items() if number not in finished}
+        for number in finished:
+            partly.pop(number, None)
         return {"finished": sorted(finished), "partly": partly, "left": left}
 
     def length(self) -> int:
         return len(self._dataset.files)
 
     def position(self) -> _FilePosition:
-        return _NothingRead(self._restart, [])
+        return _FilePosition(self._restart, files=None)
 
     def load_state(self, communicator: Communicator, state: State) -> None:
         if self._by_file:
-            finished = frozenset(state["finished"])
-            self._restart = _Restart(finished, dict(state["partly"]), dict(state["left"]))
+            self._restart = _Restart(
+                finished=frozenset(state["finished"]),
+                partly=dict(state["partly"]),
+                left=dict(state["left"]),
+            )
 
     def state_schema(self) -> dict[str, Any]:
         if not self._by_file:
             return {}
         file = range(len(self._dataset.files))
-        return {"finished": [file], "partly": {int: range(sys.maxsize)}, "left": {int: [file]}}
+        examples = range(sys.maxsize)
+        return {"finished": [file], "partly": {int: examples}, "left": {int: [file]}}
 
     def template(self) -> Any:
-        return None if self._first_example is None else self._dataset.collate([self._first_example])
+        if self._first_example is None:
+            return None
+        return self._dataset.collate([self._first_example])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ import torch.utils.data as data
 from mpistrat.arrays import default_device
 from mpistrat.input import generator_states
 from mpistrat.machine.devices import torch_accelerator
-
-_text = functools.partial(json.dumps, default=torch.Tensor.tolist)  # of a generator's state
 
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
@@ -53,7 +50,9 @@ class RandomState:
                 self._of_owners.append(generator)
         # Samplers without a generator draw from the generator of the default device.
         default: Any = default_device()
-        self._devices = [default] if getattr(default, "type", None) == torch_accelerator() else []
+        self._devices: list[Any] = []
+        if getattr(default, "type", None) == torch_accelerator():
+            self._devices.append(default)
         self.began: dict[str, Any] | None = None
         self._begin_at = dict[str, Any]()
         self._in_epoch = False
@@ -113,7 +112,8 @@ class RandomState:
         """Return the states at the next epoch's beginning: those of `begin_at`, or else the present states."""
         present = self.capture()
         for name, saved in self._begin_at.items():
-            if self._in_epoch or _text(present[name]) == _text(self._restored[name]):
+            is_as_restored = _text(present[name]) == _text(self._restored[name])
+            if self._in_epoch or is_as_restored:
                 present[name] = saved
         return present
 
@@ -137,3 +137,7 @@ class RandomState:
         np.random.set_state(tuple(state["numpy"]))
         for generator, generator_state in zip(self._of_owners, state["own"], strict=True):
             generator.set_state(generator_state)
+
+
+def _text(generator_state: Any) -> str:
+    return json.dumps(generator_state, default=torch.Tensor.tolist)

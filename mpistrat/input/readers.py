@@ -16,7 +16,16 @@ from mpistrat.input import splitting
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of_one
-from mpistrat.input.splitting import MISSING, Kind, Lists, ReplicaPieces
+from mpistrat.input.splitting import (
+    MISSING,
+    Kind,
+    Lists,
+    ReplicaPieces,
+    joined,
+    next_items,
+    with_first_read,
+    without_first,
+)
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -117,11 +126,11 @@ class Reader(abc.ABC):
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of a state that must be equal where it is loaded; in mid-epoch the length, too."""
-        return {
-            "source": type(self).__name__,
-            "batch_size": self.batch_size,
-            "length": self.length() if self.same_for_any_ranks else UNKNOWN_CARDINALITY,
-        }
+        source = type(self).__name__
+        length = UNKNOWN_CARDINALITY
+        if self.same_for_any_ranks:
+            length = self.length()
+        return {"source": source, "batch_size": self.batch_size, "length": length}
 
     def length(self) -> int:
         """Return the amount of data of an epoch: of examples, batches or files; -2 if it is not known."""
@@ -184,9 +193,9 @@ def _at(steps: Iterator[ReplicaPieces], position: Callable[[], Any]) -> Iterator
 
     Args: position: called once, after the first step is read, because samplers draw their seed then.
     """
-    first = list(itertools.islice(steps, 1))
+    steps = with_first_read(steps)
     at = position()
-    for step in itertools.chain(first, steps):
+    for step in steps:
         step.position = at
         yield step
 
@@ -236,16 +245,18 @@ class GlobalReader(Reader):
         A piece is MISSING where the data ends before the step is full.
         """
         share = self._share
-        n = self._share.num_replicas
+        n = share.num_replicas
         if self._policy in SHARED or self.batch_size is None or n == 1:
             if not self._reads_all:
-                batches = itertools.islice(batches, start, None)
+                batches = without_first(batches, start)
                 return splitting.pieces_of_each(batches, kind, share.pieces, n)
             all_pieces = splitting.pieces_of_each(batches, kind, range(n), n)
-            pieces: Iterator[Any] = itertools.chain.from_iterable(all_pieces)
+            pieces: Iterator[Any] = joined(all_pieces)
         else:
-            pieces = splitting.pieces_of_stream(batches, kind, share.sizes(self.batch_size))
-        return itertools.islice(splitting.steps_of_stream(pieces, share), start, None)
+            sizes = share.sizes(self.batch_size)
+            pieces = splitting.pieces_of_stream(batches, kind, sizes)
+        steps = splitting.steps_of_stream(pieces, share)
+        return without_first(steps, start)
 
 
 class IndexReader(GlobalReader):
@@ -345,7 +356,9 @@ class BatchReader(ReplayedReader):
 
     def cardinality(self) -> int:
         cardinality = number_of(self._batches, "cardinality")
-        return length_of(self._batches) if cardinality is None else cardinality
+        if cardinality is None:
+            return length_of(self._batches)
+        return cardinality
 
 
 def number_of(batches: Any, name: str) -> int | None:
@@ -369,7 +382,7 @@ def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> I
     Args: length: this rank's number of batches; -2 if not known.
     Raises: ValueError if the checksums of the first batches differ, or known lengths do.
     """
-    first = list(itertools.islice(batches, 1))
+    first = next_items(batches, 1)
     digest = 0
     for leaf in nest.flatten(first):
         if arrays.is_array(leaf):
@@ -384,7 +397,7 @@ def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> I
             "its shuffle the same seed everywhere, or pass a torch DataLoader itself, with a progress bar around the "
             "distributed dataset"
         )
-    return itertools.chain(first, batches)
+    return joined([first, batches])
 
 
 def check_alike(unit: str, lengths: Sequence[Any]) -> None:
@@ -411,12 +424,15 @@ def check_all_have_some(steps: Sequence[int]) -> None:
     Args: steps: for each rank, in rank order, a number of steps that the rank has at least; 0: no data.
     Raises: ValueError if some ranks have no step, and others have.
     """
+    ranks = len(steps)
     without = [rank for rank, count in enumerate(steps) if not count]
-    if 0 < len(without) < len(steps):
+    with_data = ranks - len(without)
+    if 0 < with_data < ranks:
+        have = "has" if len(without) == 1 else "have"
         raise ValueError(
-            f"{ranks_in_words(without)} of {len(steps)} {'has' if len(without) == 1 else 'have'} no data for a step, "
-            "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut it into "
-            f"{len(steps)} shards or more, use smaller batches, or start fewer ranks ({len(steps) - len(without)})"
+            f"{ranks_in_words(without)} of {ranks} {have} no data for a step, and an epoch ends with the shortest "
+            f"rank: nothing would be trained. Give each rank data: cut it into {ranks} shards or more, use smaller "
+            f"batches, or start fewer ranks ({with_data})"
         )
 
 
@@ -440,22 +456,24 @@ class FunctionReader(Reader):
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         for dataset in self._datasets:
             set_epoch(dataset, epoch)
-        steps = itertools.islice(self._turns(), start, None)
+        steps = without_first(self._turns(), start)
         yield from _at(steps, lambda: [random.began for random in self._random])
 
     def _turns(self) -> Iterator[ReplicaPieces]:
         """Yield steps with one batch for each replica; MISSING where a dataset has ended."""
         rows = itertools.zip_longest(*self._datasets, fillvalue=MISSING)
-        elements = itertools.chain.from_iterable(rows)
-        while step := ReplicaPieces(itertools.islice(elements, self._num_replicas)):
-            step += [MISSING] * (self._num_replicas - len(step))
+        batches = joined(rows)
+        while step := ReplicaPieces(next_items(batches, self._num_replicas)):
+            missing = self._num_replicas - len(step)
+            step += [MISSING] * missing
             yield step
 
     def num_steps(self) -> int | None:
         lengths = [length_of(dataset) for dataset in self._datasets]
         if UNKNOWN_CARDINALITY in lengths:
             return None
-        return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)
+        batches = max(lengths) * len(self._datasets)
+        return -(-batches // self._num_replicas)
 
     def state(self, communicator: Communicator, position: Any) -> State:
         return {"random": communicator.all_gather_object(position, label=_STATE)}

@@ -26,8 +26,22 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     extended = strategy.extended
     share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
-    parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
-    sizes = [leaf.shape[dim] for leaf in nest.flatten(values)]
+
+    def part_of(leaf: Any) -> Any:
+        is_array = arrays.is_array(leaf)
+        if not is_array or not -leaf.ndim <= dim < leaf.ndim:
+            got = f"one of shape {list(leaf.shape)}" if is_array else f"{leaf!r:.60}"
+            raise ValueError(
+                f"shard takes arrays, or a nest of them, and divides their dimension {dim}; got {got}"
+            )
+        axis = dim % leaf.ndim
+        first, end = slice_bounds(int(leaf.shape[axis]), piece, share.num_replicas)
+        before = (slice(None),) * axis
+        return leaf[(*before, slice(first, end))]
+
+    parts = nest.map_structure(part_of, values)
+    leaves = nest.flatten(values)
+    sizes = [leaf.shape[dim] for leaf in leaves]
     if sizes != sizes[:1] * len(sizes):
         raise ValueError(
             f"shard divides dimension {dim} of its arrays, which must have the same size there; got {sizes}. Leave out "
@@ -35,34 +49,34 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
         )
     extended.given_steps.distributed = True
     if arrays.gradients_are_on() and not sys.modules["torch"].compiler.is_compiling():
-        _remember(strategy, values, parts, dim)
+        _remember(strategy, leaves, nest.flatten(parts), dim)
     return parts
 
 
-def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
+def _remember(strategy: AnyStrategy, leaves: list[Any], parts: list[Any], dim: int) -> None:
     """Record the cuts in `ShardedArrays`, because a loss may be computed from the parts."""
     sharded = strategy.extended.sharded
     if in_replica_block(strategy):
         sharded.count += 1
         if sharded.count == 1:
-            sharded.first = _checksum(values)
+            sharded.first = _checksum(leaves)
     # An array as long as the loader's step may be noise for the step. The step then says how losses count.
     examples = strategy.extended.given_steps.examples
     known = None if examples is None else examples[-1]
-    for leaf, part in zip(nest.flatten(values), nest.flatten(parts), strict=True):
+    for leaf, part in zip(leaves, parts, strict=True):
         size = int(leaf.shape[dim])
         if size != known:
             strategy.extended.given_steps.shard()
             sharded.cuts.add((int(part.shape[dim]), size, dim))
 
 
-def _checksum(values: Any) -> int:
-    """Return a checksum of up to 256 elements of each array in `values`, an int from 1 to 2**31 - 1.
+def _checksum(leaves: list[Any]) -> int:
+    """Return a checksum of up to 256 elements of each array, an int from 1 to 2**31 - 1.
 
     The ranks compare it, to find arrays that differ between ranks.
     """
     checksum = 0
-    for leaf in nest.flatten(values):
+    for leaf in leaves:
         flat = leaf.reshape(-1)
         step = len(flat) // _SAMPLED + 1
         sample = arrays.to_host(flat[::step])
@@ -90,15 +104,3 @@ def _local_replica(strategy: AnyStrategy) -> int:
             "replicas: call it in the function that run calls for each replica, or start one rank per replica"
         )
     return context.local_index
-
-
-def _part(leaf: Any, dim: int, piece: int, num_pieces: int) -> Any:
-    if not arrays.is_array(leaf) or not -leaf.ndim <= dim < leaf.ndim:
-        shape = f"one of shape {list(leaf.shape)}" if arrays.is_array(leaf) else f"{leaf!r:.60}"
-        raise ValueError(
-            f"shard takes arrays, or a nest of them, and divides their dimension {dim}; got {shape}"
-        )
-    dim %= leaf.ndim
-    part = slice(*slice_bounds(int(leaf.shape[dim]), piece, num_pieces))
-    before = (slice(None),) * dim
-    return leaf[(*before, part)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from mpistrat.replicas.input_plan import Share, StepExamples
 EMPTY = object()
 MISSING = None
 
-_END = object()
+T = TypeVar("T")
 
 
 class ReplicaPieces(list[Any]):
@@ -53,8 +53,10 @@ class ReplicaPieces(list[Any]):
         MISSING entries stay. Args: position: the step's new `position`. Returns: this step.
         """
         for i, piece in enumerate(self):
-            if piece is not MISSING:
-                self[i] = make(piece) if piece else EMPTY
+            if piece:
+                self[i] = make(piece)
+            elif piece is not MISSING:
+                self[i] = EMPTY
         self.position = position
         return self
 
@@ -80,7 +82,29 @@ class Lists:
     cut = staticmethod(operator.getitem)
 
     def join(self, parts: list[list[Any]]) -> list[Any]:
-        return list(itertools.chain.from_iterable(parts))
+        return list(joined(parts))
+
+
+def next_items(source: Iterator[T], count: int) -> list[T]:
+    """Return the next `count` items of `source`; fewer if it ends."""
+    return list(itertools.islice(source, count))
+
+
+def without_first(items: Iterable[T], count: int) -> Iterator[T]:
+    """Return an iterator over `items` without the first `count`."""
+    return itertools.islice(items, count, None)
+
+
+def with_first_read(items: Iterator[T]) -> Iterator[T]:
+    """Read the first item now. Returns: an iterator over all items, the first included."""
+    first = next_items(items, 1)
+    return joined([first, items])
+
+
+def joined(parts: Iterable[Iterable[T]]) -> Iterator[T]:
+    """Yield the items of all `parts`, one part after the other."""
+    for part in parts:
+        yield from part
 
 
 def pieces_of_examples(
@@ -93,13 +117,14 @@ def pieces_of_examples(
         drop_last: leave out a last list that is short.
     """
     source = iter(examples)
-    for size in itertools.cycle(sizes):
-        piece = list(itertools.islice(source, size))
-        if len(piece) < size:
-            if piece and not drop_last:
-                yield piece
-            return
-        yield piece
+    while True:
+        for size in sizes:
+            piece = next_items(source, size)
+            if len(piece) < size:
+                if piece and not drop_last:
+                    yield piece
+                return
+            yield piece
 
 
 def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int]:
@@ -159,21 +184,20 @@ def pieces_of_stream(
         sizes: number of examples of each piece; after the last size, the first follows again. 0 gives an empty piece.
         drop_last: leave out the rest at the end. Otherwise the rest makes a short piece.
     """
-    source = iter(batches)
+    sizes_in_turn = itertools.cycle(sizes)
+    size = next(sizes_in_turn)
     rest: Any = None  # a batch of the `left` examples that were read and are in no piece yet
     left = 0
-    for size in itertools.cycle(sizes):
-        while rest is None or left < size:
-            batch = next(source, _END)
-            if batch is _END:
-                if left and not drop_last:
-                    yield rest
-                return
-            rest = kind.join([rest, batch]) if left else batch
-            left = kind.size(rest)
-        yield kind.cut(rest, slice(size))
-        rest = kind.cut(rest, slice(size, None))
-        left -= size
+    for batch in batches:
+        rest = kind.join([rest, batch]) if left else batch
+        left = kind.size(rest)
+        while left >= size:
+            yield kind.cut(rest, slice(size))
+            rest = kind.cut(rest, slice(size, None))
+            left -= size
+            size = next(sizes_in_turn)
+    if left and not drop_last:
+        yield rest
 
 
 def steps_of_stream(
@@ -188,8 +212,9 @@ def steps_of_stream(
         drop_last: leave out a step that lacks a piece for one of the worker's replicas.
     """
     source = iter(pieces)
-    while step := list(itertools.islice(source, share.replicas_per_worker)):
-        missing = share.replicas_per_worker - len(step)
+    in_step = share.replicas_per_worker
+    while step := next_items(source, in_step):
+        missing = in_step - len(step)
         if missing and drop_last:
             return
         step += [MISSING] * missing

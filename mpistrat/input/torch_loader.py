@@ -13,8 +13,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
-import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from mpistrat.input.datasets import fetch
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of, batch_of_one
 from mpistrat.input.random_state import RandomState, samplers_of
 from mpistrat.input.readers import ReplayedReader, Restartable, State
-from mpistrat.input.splitting import Lists, ReplicaPieces
+from mpistrat.input.splitting import Lists, ReplicaPieces, joined, next_items, with_first_read
 from mpistrat.input.worker_processes import WorkerInit, guarded, starting_processes, worker_context
 from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
@@ -78,12 +76,11 @@ def _takes_share(sampler: Any) -> bool:
     A torch DistributedSampler does, and any sampler whose `num_replicas` (torch) or `num_processes` (accelerate)
     exceeds 1.
     """
-    counts = (readers.number_of(sampler, name) or 1 for name in ("num_replicas", "num_processes"))
-    return isinstance(sampler, data.DistributedSampler) or max(counts) > 1
-
-
-def _is_of_torch(sampler: Any) -> bool:
-    return type(sampler).__module__.startswith("torch.utils.data.")
+    for name in ("num_replicas", "num_processes"):
+        count = readers.number_of(sampler, name)
+        if count is not None and count > 1:
+            return True
+    return isinstance(sampler, data.DistributedSampler)
 
 
 class _WholePipe(data.IterableDataset[Any]):
@@ -120,7 +117,8 @@ class WholeLoader(Restartable):
     ) -> None:
         self._loader = loader
         self._whole_on = whole_on
-        seed_id *= not isinstance(loader.dataset, data.IterableDataset)
+        if isinstance(loader.dataset, data.IterableDataset):
+            seed_id = 0
         if loader.num_workers:
             self._loader = _copy_of(loader, seed_id)
         self._user = loader
@@ -134,27 +132,28 @@ class WholeLoader(Restartable):
 
     def __iter__(self) -> Iterator[Any]:
         with self.random.of_epoch(), starting_processes(self._user):
-            loader = self._loader if self._whole_on is None else self._whole(self._whole_on)
+            loader = self._loader
+            if self._whole_on is not None:
+                loader = self._whole(loader, self._whole_on)
             batches = guarded(iter(loader))
-            first = list(itertools.islice(batches, 1))  # samplers draw their seed here
-        return itertools.chain(first, batches)
+            return with_first_read(batches)  # samplers draw their seed at the first batch
 
-    def _whole(self, ranks: Communicator) -> data.DataLoader[Any]:
+    def _whole(self, loader: data.DataLoader[Any], ranks: Communicator) -> data.DataLoader[Any]:
         """Return a loader that gives each rank of `ranks` all elements of a datapipe, in the same order.
 
         Rank 0 draws the seed of the order.
 
         Called by: every rank of `ranks`, for each epoch.
-        Returns: a copy of the loader that ignores torch's default group, because a DataLoader gives each rank of that
-            group only a share of a datapipe. The loader itself if torch has no default group, or if the dataset is no
+        Returns: a copy of `loader` that ignores torch's default group, because a DataLoader gives each rank of that
+            group only a share of a datapipe. `loader` itself if torch has no default group, or if the dataset is no
             datapipe: then each rank gets all elements anyway.
         """
         pipe = self._user.dataset
         if not (has_default_group() and isinstance(pipe, data.IterDataPipe)):
-            return self._loader
+            return loader
         # A DataLoader draws a seed this way, and shares it over the default group.
         seed = ranks.broadcast_object(_drawn(self._user.generator), label="seed of the datapipe")
-        loader = copy.copy(self._loader)
+        loader = copy.copy(loader)
         # torch refuses to set these attributes. Persistent worker processes would keep the seed of the first epoch.
         vars(loader).update(dataset=_WholePipe(pipe, seed), persistent_workers=False)
         return loader
@@ -221,9 +220,11 @@ def _draw_no_second_seed(loader: data.DataLoader[Any], epoch: int) -> None:
     """
     starts = loader.persistent_workers and loader._iterator is None
     if epoch and starts and not isinstance(loader.dataset, data.IterableDataset):
-        generator = loader.generator
-        made = torch.Generator(generator.device if generator else torch.get_default_device())
-        loader.generator = made.manual_seed((torch.initial_seed() + epoch) % (1 << 63))
+        device = torch.get_default_device()
+        if loader.generator:
+            device = loader.generator.device
+        seed = (torch.initial_seed() + epoch) % (1 << 63)
+        loader.generator = torch.Generator(device).manual_seed(seed)
 
 
 class _PieceSampler:
@@ -243,11 +244,6 @@ class _PieceSampler:
         self.handed_out: collections.deque[ReplicaPieces] = collections.deque()
         self.known_indices: Sequence[Any] = ()
         self.steps: Iterator[ReplicaPieces] = iter(())
-
-    def read_first_step(self) -> None:
-        """Read the first step ahead, because samplers draw their seed there."""
-        first = list(itertools.islice(self.steps, 1))
-        self.steps = itertools.chain(first, self.steps)
 
     def __iter__(self) -> Iterator[list[Any]]:
         for step in self.steps:
@@ -349,10 +345,11 @@ class LoaderReader(ReplayedReader):
         super().__init__(share, policy)
         self._user = loader
         self._communicator = communicator
-        self.asks_late = not all(_is_of_torch(sampler) for sampler in samplers_of(loader))
+        for sampler in samplers_of(loader):
+            if not type(sampler).__module__.startswith("torch.utils.data."):
+                self.asks_late = True
         self._ahead = ahead
         self._loader: data.DataLoader[Any] | None = None
-        self._fetch = functools.partial(fetch, loader.dataset)
         self._collate = loader.collate_fn
         self._may_drop = policy in readers.SHARED and loader.collate_fn not in _OF_ALL_EXAMPLES
         self._template: Any = None
@@ -375,7 +372,7 @@ class LoaderReader(ReplayedReader):
         _draw_no_second_seed(self._loader, epoch)
         loader = self._loader
         sampler = cast("_PieceSampler", loader.batch_sampler)
-        index_batches = itertools.chain.from_iterable(self._index_batches(sampler))
+        index_batches = joined(self._index_batches(sampler))
         sampler.handed_out.clear()
         sampler.steps = self._steps_of(index_batches, Lists(), start)
         batches = self._begin(loader, sampler)
@@ -385,12 +382,13 @@ class LoaderReader(ReplayedReader):
             for step in sampler.steps:
                 yield step.replace_pieces(self._loaded, began)
             return
-        k = len(self._share.replicas)
-        while len(loaded := list(itertools.islice(batches, k))) == k:
+        replicas = len(self._share.replicas)
+        while len(loaded := next_items(batches, replicas)) == replicas:
             self._template = batch_of(loaded[0])
             step = sampler.handed_out.popleft()
-            entries = zip(loaded, step, strict=True)
-            step[:] = [batch if kind is True else kind for batch, kind in entries]
+            for i, has_examples in enumerate(step):
+                if has_examples is True:
+                    step[i] = loaded[i]
             step.position = began
             yield step
 
@@ -403,8 +401,12 @@ class LoaderReader(ReplayedReader):
             with starting_processes(self._user):
                 batches = guarded(iter(loader))
             if not loader.num_workers:  # with worker processes, torch itself reads ahead
-                sampler.read_first_step()
+                # Samplers draw their seed at the first step.
+                sampler.steps = with_first_read(sampler.steps)
         return batches
+
+    def _fetch(self, indices: list[Any]) -> list[Any]:
+        return fetch(self._user.dataset, indices)
 
     def _loaded(self, indices: list[Any]) -> Any:
         return self._collate(self._fetch(indices))
@@ -454,9 +456,10 @@ class LoaderReader(ReplayedReader):
         while True:
             block: list[list[int]] = []
             with communicator.raising_together():
-                block = [list(batch) for batch in itertools.islice(batches, length)]
+                block = next_items(map(list, batches), length)
             block = communicator.broadcast_object(block, label=_SAMPLER)
-            sampler.known_indices = sampler.known_indices or next(filter(None, block), ())
+            for indices in block:
+                sampler.known_indices = sampler.known_indices or indices
             yield block
             if len(block) < length:
                 return
@@ -504,7 +507,8 @@ class LoaderReader(ReplayedReader):
     def load_state(self, communicator: Communicator, state: State) -> None:
         self._loader = None  # persistent worker processes start again, as they do after a restart
         super().load_state(communicator, state)
-        if communicator.rank == 0 and not self._random.fits(self._random.now()):
+        random = self._random
+        if communicator.rank == 0 and not random.fits(random.now()):
             tell(
                 "the data was saved under another torch.set_default_device, so this epoch repeats or leaves out "
                 "examples. Set the device of the program that saved, or begin a new epoch"

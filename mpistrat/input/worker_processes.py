@@ -11,7 +11,6 @@ their worker processes meanwhile. So the worker processes and the forkserver blo
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import pickle
@@ -19,7 +18,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -99,7 +98,9 @@ def _end_with_rank(rank: BaseProcess) -> None:
     # forked child of a killed rank still holds the rank's end of the watched pipe. The rank then counts as alive.)
     while rank.is_alive():
         came = signal.sigtimedwait(_ANNOUNCEMENTS, _SECONDS_BETWEEN_LOOKS)
-        if came is not None and came.si_signo == signal.SIGTERM and came.si_pid == rank.pid:
+        if came is None:
+            continue
+        if came.si_signo == signal.SIGTERM and came.si_pid == rank.pid:
             break
     os._exit(0)
 
@@ -129,14 +130,6 @@ def _start_tracker() -> None:
         del sys.warnoptions[0]
 
 
-def _first_exit_code(workers: Iterable[BaseProcess]) -> Any:
-    """Return the exit code of a worker process that has failed; 0 if none has."""
-    for worker in workers:
-        if worker.exitcode:
-            return worker.exitcode
-    return 0
-
-
 def guarded(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of a DataLoader's iterator.
 
@@ -147,10 +140,16 @@ def guarded(batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
     except (RuntimeError, EOFError, OSError):
         workers = getattr(batches, "_workers", ())
+
+        def exit_code_of_failed() -> Any:
+            for worker in workers:
+                if worker.exitcode:
+                    return worker.exitcode
+            return 0
+
         # A rank may read the end of a worker's pipe before the worker's end.
-        dead = functools.partial(_first_exit_code, workers)
-        soon(dead, _SECONDS_OF_A_DEATH * bool(workers))
-        code = dead()
+        soon(exit_code_of_failed, _SECONDS_OF_A_DEATH * bool(workers))
+        code = exit_code_of_failed()
         if code == 0:
             raise
         died = (
@@ -168,12 +167,16 @@ def starting_processes(loader: data.DataLoader[Any]) -> Iterator[None]:
 
     Raises: TypeError that names the part of the loader (dataset, collate_fn or worker_init_fn) that cannot be pickled.
     """
-    shielded = loader.num_workers and loader.multiprocessing_context is None
+    shield: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if loader.num_workers and loader.multiprocessing_context is None:
+        shield = _blocked_in_children()
     try:
-        with _blocked_in_children() if shielded else contextlib.nullcontext():
+        with shield:
             yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        for part in _PARTS if loader.num_workers else ():
+        if not loader.num_workers:
+            raise
+        for part in _PARTS:
             with contextlib.suppress(Exception):
                 ForkingPickler.dumps(getattr(loader, part))
                 continue
