@@ -370,6 +370,8 @@ class DistributedIterator(Iterator[Any]):
             self._begin_step(step, in_block)
             if self._copies.needed:
                 step[:] = self._copies.arrived(step)
+            if len(step) == 1:
+                return step[0]
             return regroup(step, may_differ=True)
 
     def _begin_step(self, step: ReplicaPieces, in_block: bool) -> None:

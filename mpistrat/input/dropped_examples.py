@@ -74,7 +74,7 @@ class DroppedExamples:
         dropped = [entry.dropped if isinstance(entry, Collated) else 0 for entry in step]
         came = expected[:-1] - dropped
         step[:] = [batch_of(entry) for entry in step]
-        here = int(came.sum())
+        here = came.sum()
         rows_here = sum(map(_rows, step, came.tolist()))
         words = np.array([here, rows_here])
         communicator.all_reduce(words, reducing("sum", "examples that came"))

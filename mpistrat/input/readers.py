@@ -126,11 +126,14 @@ class Reader(abc.ABC):
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of a state that must be equal where it is loaded; in mid-epoch the length, too."""
-        source = type(self).__name__
         length = UNKNOWN_CARDINALITY
         if self.same_for_any_ranks:
             length = self.length()
-        return {"source": source, "batch_size": self.batch_size, "length": length}
+        return {
+            "source": type(self).__name__,
+            "batch_size": self.batch_size,
+            "length": length,
+        }
 
     def length(self) -> int:
         """Return the amount of data of an epoch: of examples, batches or files; -2 if it is not known."""

@@ -102,9 +102,8 @@ def with_first_read(items: Iterator[T]) -> Iterator[T]:
 
 
 def joined(parts: Iterable[Iterable[T]]) -> Iterator[T]:
-    """Yield the items of all `parts`, one part after the other."""
-    for part in parts:
-        yield from part
+    """Return an iterator over the items of all `parts`, one part after the other."""
+    return itertools.chain.from_iterable(parts)
 
 
 def pieces_of_examples(

@@ -360,7 +360,10 @@ class LoaderReader(ReplayedReader):
         self._steps_of((), Lists(), 0)  # raises if the workers have different numbers of replicas
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
-        """Yield the steps of an epoch: this rank's pieces of each global batch, collated by the loader's function."""
+        """Yield the steps of an epoch: this rank's pieces of each global batch, collated by the loader's function.
+
+        Before the first step the ranks compare their datasets, and rank 0 sends the order. Called by: every rank.
+        """
         if self.ends_together:
             self._agree()  # first, because an error must not come while worker processes start
         for part in _parts_of(self._user):

@@ -32,7 +32,6 @@ import torch.utils.data as data
 from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_PROGRAM
 from mpistrat.liveness.bounded_waits import soon
 
-_PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_OF_A_DEATH = 0.5
@@ -167,7 +166,7 @@ def starting_processes(loader: data.DataLoader[Any]) -> Iterator[None]:
 
     Raises: TypeError that names the part of the loader (dataset, collate_fn or worker_init_fn) that cannot be pickled.
     """
-    shield: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    shield: Any = contextlib.nullcontext()
     if loader.num_workers and loader.multiprocessing_context is None:
         shield = _blocked_in_children()
     try:
@@ -176,7 +175,7 @@ def starting_processes(loader: data.DataLoader[Any]) -> Iterator[None]:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         if not loader.num_workers:
             raise
-        for part in _PARTS:
+        for part in ("dataset", "collate_fn", "worker_init_fn"):
             with contextlib.suppress(Exception):
                 ForkingPickler.dumps(getattr(loader, part))
                 continue
