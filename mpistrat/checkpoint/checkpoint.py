@@ -332,7 +332,8 @@ class Residuals:
         if not state:
             return {}
         parameters = state.get("parameters")
-        slot = range(len(parameters) if isinstance(parameters, list) else 0)
+        number = len(parameters) if isinstance(parameters, list) else 0
+        slot = range(number)
         return {
             "ranks": COUNT,
             "parameters": [str],
@@ -356,5 +357,9 @@ class Residuals:
         some = state_of_some_rank(states, rank)
         if mirroring is None or not some:
             return
-        savers = [saver for saver in states if saver == rank or (rank == 0 and saver >= size)]
-        mirroring.reducer.hold_back(some, [states[saver] for saver in savers])
+        taken_over = []
+        for saver in states:
+            is_gone = saver >= size
+            if saver == rank or (rank == 0 and is_gone):
+                taken_over.append(states[saver])
+        mirroring.reducer.hold_back(some, taken_over)

@@ -140,7 +140,7 @@ class CheckpointManager:
         try:
             with RaisingOnAll(communicator, f"could not see {self.directory}"):
                 # The file system may take a moment to show a folder.
-                if not soon(functools.partial(os.path.isdir, sample), SECONDS_TO_BE_SEEN):
+                if not soon(lambda: os.path.isdir(sample), SECONDS_TO_BE_SEEN):
                     raise FileNotFoundError(
                         f"{sample}, which rank 0 has made, is not there: the directory of checkpoints must be on a "
                         "file system that all ranks see"
@@ -280,7 +280,9 @@ class CheckpointManager:
                 return reports
             if False in are_well:
                 saving.abandoned.set()
-            saving.heard.update((rank, files) for rank, files in enumerate(written) if files)
+            for rank, files in enumerate(written):
+                if files:
+                    saving.heard[rank] = files
             if progress.is_finished:
                 time.sleep(pause)
             else:
@@ -307,7 +309,7 @@ class CheckpointManager:
                 variable with aggregation NONE; and the errors of the objects.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore"):
-            self._restore(functools.partial(self._restore_from, path))
+            self._restore(lambda: self._restore_from(path))
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged. A warning names the files of newer, damaged ones.
@@ -400,7 +402,8 @@ class CheckpointManager:
         for rank, text in enumerate(errors):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
-        return stored, [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
+        wrong = [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
+        return stored, wrong
 
     @contextlib.contextmanager
     def _naming_rank(self, what: str) -> Iterator[None]:

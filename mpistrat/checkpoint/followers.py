@@ -28,13 +28,13 @@ def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> d
     Args:
         stored: a state as `Checkpoint.load_state_dict` takes it.
     """
-    states = {
-        name: rest
-        for name, value in checkpoint.objects.items()
-        if has_common_state(value)
-        and name in stored["common"]
-        and (rest := _beside_servers(value, stored["common"][name])) is not None
-    }
+    states = {}
+    common = stored["common"]
+    for name, value in checkpoint.objects.items():
+        if has_common_state(value) and name in common:
+            rest = _beside_servers(value, common[name])
+            if rest is not None:
+                states[name] = rest
     rank = checkpoint.strategy.extended.communicator.rank
     of_rank = state_of_some_rank(stored["ranks"], rank)
     if RANDOM in checkpoint.objects and RANDOM in of_rank:
@@ -83,7 +83,8 @@ def _beside_servers(value: Any, state: Any) -> Any:
     if is_module(value):
         on_servers = dict(value.named_parameters(remove_duplicate=False))
         on_servers |= value.named_buffers(remove_duplicate=False)
-        return {name: entry for name, entry in state.items() if name not in on_servers} or None
+        rest = {name: entry for name, entry in state.items() if name not in on_servers}
+        return rest or None
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 

@@ -48,15 +48,14 @@ class RandomStates:
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
         """Return the schema of a rank's state."""
-        torch = schema_of_replicas(state, "torch", _check_generators)
+        schema = schema_of_replicas(state, "torch", _check_generators)
         if state.get("torch") == []:
-            torch["torch"] = list
-        return {
-            **torch,
-            "python": _check_python,
-            "numpy": generator_states.of_numpy,
-            **({"device": (int, None)} if "device" in state else {}),
-        }
+            schema["torch"] = list
+        schema["python"] = _check_python
+        schema["numpy"] = generator_states.of_numpy
+        if "device" in state:
+            schema["device"] = (int, None)
+        return schema
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         extended = self._strategy.extended
@@ -148,9 +147,14 @@ def _check_python(state: Any) -> None:
 
 def _are_alike(states: Mapping[int, Any], name: str) -> bool:
     """Whether several ranks have saved equal states of the generators `name`. This may read the states of all ranks."""
-    texts = (json.dumps(states[rank][name], default=_as_list) for rank in states)
-    first = next(texts)
-    return len(states) > 1 and all(text == first for text in texts)
+    first = None
+    for rank in states:
+        text = json.dumps(states[rank][name], default=_as_list)
+        if first is None:
+            first = text
+        elif text != first:
+            return False
+    return len(states) > 1
 
 
 def _as_list(array: Any) -> Any:

@@ -29,7 +29,9 @@ def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> 
     """
     first: Any = state.get("first_replica")
     count: Any = state.get("replicas")
-    least = first + count if {type(first), type(count)} == {int} else 1
+    least = 1
+    if {type(first), type(count)} == {int}:
+        least = first + count
 
     def check_entries(entries: Any) -> None:
         check(entries, [of_each], name)
@@ -50,7 +52,9 @@ def state_of_some_rank(states: Mapping[int, Any], rank: int) -> Any:
 
     Callers need only entries that are equal on all ranks. The state of `rank` costs nothing, because it is read anyway.
     """
-    return states[rank if rank in states else min(states)]
+    if rank in states:
+        return states[rank]
+    return states[min(states)]
 
 
 class StatesOfReplicas:

@@ -9,7 +9,6 @@ that is not sharded any more is assembled as a whole.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -210,7 +209,7 @@ class Assembly:
         self._objects = objects
         self._rank = rank
         self._size = size
-        self._wanted: dict[tuple[str, str], list[_Wanted]] = {}
+        self._wanted: list[_Wanted] = []
 
     def assembled(
         self, states: Mapping[str, Any], read_parts: Callable[[int], SavedParts], ranks: int
@@ -247,8 +246,9 @@ class Assembly:
             layout: gives the layout of a tensor; see `Layout`.
         """
         if isinstance(value, dict):
-            for key in value:
-                value[key] = self._replaced(name, value[key], (*path, key), layout)
+            for key, inner in value.items():
+                inner_path = (*path, key)
+                value[key] = self._replaced(name, inner, inner_path, layout)
             return value
         if isinstance(value, (list, tuple)):
             return type(value)(
@@ -277,8 +277,8 @@ class Assembly:
             device = like.device
         dtype = getattr(torch, stored.dtype)
         values = torch.empty(region.shape, dtype=dtype, device=device)
-        wanted = _Wanted(region, values, region.size)
-        self._wanted.setdefault((name, stored.name), []).append(wanted)
+        wanted = _Wanted(name, stored.name, region, values, region.size)
+        self._wanted.append(wanted)
         return values if like is None else _spread_like(values, like)
 
     def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
@@ -293,23 +293,17 @@ class Assembly:
         away = np.abs(places - self._rank * ranks)
         nearest = np.argsort(away, kind="stable")
         savers = iter(nearest.tolist())
-        # Read on while a tensor lacks values.
-        while missing := [
-            key for key, wanted in self._wanted.items() if sum(w.missing for w in wanted)
-        ]:
+        while incomplete := [wanted for wanted in self._wanted if wanted.missing]:
             saver = next(savers, None)
             if saver is None:
-                name, key = min(missing)
-                raise ValueError(f"no rank has saved all of {name}'s {key}")
-            self._fill(missing, read_parts(saver))
-
-    def _fill(self, missing: Iterable[tuple[str, str]], parts: SavedParts) -> None:
-        for name, key in missing:
-            part = parts.get(name, {}).get(key)
-            if part is not None:
-                values = part["values"]
-                region = TensorRegion(tuple(part["offset"]), tuple(values.shape))
-                for wanted in self._wanted[name, key]:
+                of_object, name = min((wanted.of_object, wanted.name) for wanted in incomplete)
+                raise ValueError(f"no rank has saved all of {of_object}'s {name}")
+            parts = read_parts(saver)
+            for wanted in incomplete:
+                part = parts.get(wanted.of_object, {}).get(wanted.name)
+                if part is not None:
+                    values = part["values"]
+                    region = TensorRegion(tuple(part["offset"]), tuple(values.shape))
                     wanted.take(region, values)
 
 
@@ -318,12 +312,16 @@ class _Wanted:
     """A part that this rank needs. `take` fills it from saved parts.
 
     Attributes:
+        of_object: name of the object with the tensor.
+        name: name of the tensor's parts in the ranks' files.
         region: the part's region of the whole tensor.
         values: tensor of the region's shape. It may be read when `missing` is 0.
         missing: number of elements of `values` without a value.
         taken: regions that were copied.
     """
 
+    of_object: str
+    name: str
     region: TensorRegion
     values: Any
     missing: int
@@ -389,8 +387,10 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
     A state tensor of a sharded parameter's shape is sharded like the parameter. A sharded state tensor of another shape
     becomes a DTensor with a whole copy on each rank. Other tensors stay plain.
     """
-    in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    parameters = {("state", number): parameter for number, parameter in enumerate(in_order)}
+    parameters: dict[Path, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameters["state", len(parameters)] = parameter
     if not any(arrays.is_sharded(parameter) for parameter in parameters.values()):
         return _nowhere
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +12,8 @@ from mpistrat.checkpoint.shards import parts_to_save
 from mpistrat.checkpoint.state_tree import Encoder
 from mpistrat.checkpoint.tensor_file import Snapshot
 
+_EMPTY = Snapshot({})
+
 
 class Snapshots:
     """Copies of a rank's states for the thread that writes them.
@@ -23,7 +23,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         # The copies of arrays, by their file's name without the suffix.
-        self._kept = collections.defaultdict[str, Snapshot](functools.partial(Snapshot, {}))
+        self._kept: dict[str, Snapshot] = {}
 
     def forget(self) -> None:
         """Free the memory of the copies."""
@@ -49,12 +49,21 @@ class Snapshots:
         for name, tree in trees.items():
             files[f"{name}.json"] = _json(self._encode(name, "", tree, files))
         if rank == 0:
-            trees = {name: self._encode(name, name, tree, files) for name, tree in common.items()}
-            trees[CLASSES] = state["classes"]
-            files[STATE] = _json(trees)
+            content = {}
+            for name, tree in common.items():
+                content[name] = self._encode(name, name, tree, files)
+            content[CLASSES] = state["classes"]
+            files[STATE] = _json(content)
         return files
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
+        """Return `state` as JSON data. If it has arrays, copy them, and add the copies to `files`.
+
+        Args:
+            file: name of the file of the arrays, without the suffix.
+            name: name of the object, for the message; "" for the states of a rank.
+        Raises: TypeError for a value that a checkpoint cannot keep.
+        """
         encoder = Encoder()
         try:
             tree = encoder.encode(state)
@@ -64,7 +73,7 @@ class Snapshots:
                 text = f"{name}: {text}"
             raise TypeError(text) from None
         if encoder.arrays:
-            snapshot = self._kept[file]
+            snapshot = self._kept.get(file, _EMPTY)
             if not snapshot.retake(encoder.arrays):
                 snapshot = self._kept[file] = Snapshot(encoder.arrays, snapshot.buffer)
             files[file + ARRAYS] = [snapshot.header, snapshot.values]

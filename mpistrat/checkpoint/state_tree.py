@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import collections
-import functools
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -73,7 +72,9 @@ class Encoder:
     def _mapping(self, value: Mapping[Any, Any], path: Path) -> Json:
         encoded: dict[str, Json]
         if {type(key) for key in value} <= {str}:
-            entries = {key: self.encode(element, (*path, key)) for key, element in value.items()}
+            entries = {}
+            for key, element in value.items():
+                entries[key] = self.encode(element, (*path, key))
             encoded = {"dict": entries}
         else:
             pairs = []
@@ -197,10 +198,20 @@ def _complex(numbers: list[float]) -> complex:
     return complex(real, imaginary)
 
 
-def _of_torch(name: str, content: Any) -> Any:
+def _size(lengths: list[int]) -> Any:
     import torch
 
-    return getattr(torch, name)(content)
+    return torch.Size(lengths)
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    return torch.device(name)
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 _ARRAYS: dict[str, Callable[[StoredArray], Any]] = {
@@ -209,13 +220,13 @@ _ARRAYS: dict[str, Callable[[StoredArray], Any]] = {
     "scalar": _scalar,
 }
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "size": functools.partial(_of_torch, "Size"),
+    "size": _size,
     "dtype": torch_dtype,
-    "device": functools.partial(_of_torch, "device"),
+    "device": _device,
     "tuple": tuple,
     "float": float,
     "complex": _complex,
-    "bytes": functools.partial(base64.b64decode, validate=True),
+    "bytes": _bytes,
 }
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -235,7 +246,9 @@ def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> A
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
     if kind == "dict":
-        items = {key: decode(value, stored) for key, value in tree[kind].items()}
+        items = {}
+        for key, value in tree[kind].items():
+            items[key] = decode(value, stored)
     else:
         pairs = decode(tree[kind], stored)
         items = dict(pairs)

@@ -112,7 +112,8 @@ class StoredCheckpoint:
             raise ValueError(f"{path} is damaged: {kind}{error}") from None
 
     def _read(self, name: str) -> np.ndarray:
-        return durable_files.read(os.path.join(self.path, name), *self.manifest.files[name])
+        size, checksum = self.manifest.files[name]
+        return durable_files.read(os.path.join(self.path, name), size, checksum)
 
     def _json(self, name: str) -> Any:
         size, _ = self.manifest.files[name]

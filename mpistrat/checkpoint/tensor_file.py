@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -25,11 +24,16 @@ _Arrays = Mapping[str, arrays.Array]  # by name
 _CODES = {
     **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
     **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64"},
-    **{f"{u}int{bits}": f"{u.upper() or 'I'}{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)},
+    **{"int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64"},
+    **{"uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64"},
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-# The bytes of an element, by code; "BOOL" takes 1.
-_BYTES = {code: int(re.sub(r"_.*|\D", "", code) or 8) // 8 for code in _DTYPES}
+# The bytes of an element, by code.
+_BYTES = {
+    **{"BOOL": 1, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+    **{"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4},
+    **{"I64": 8, "U64": 8, "F64": 8, "C64": 8},
+}
 _AS_BYTES = "U8"
 _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64  # the limit of NumPy and of torch
@@ -58,7 +62,7 @@ class Snapshot:
         foreign: dict[str, list[Any]] = {}
         places: dict[str, slice] = {}
         end = 0
-        for name, array in sorted(named.items(), key=lambda item: _order(item[1])):
+        for name, array in sorted(named.items(), key=_order):
             start = end
             end += arrays.num_elements(array) * arrays.itemsize(array)
             places[name] = slice(start, end)
@@ -79,7 +83,10 @@ class Snapshot:
         self.buffer = buffer
         self.values = buffer[:end]
         self._alike = _alike(named)
-        self._views = [_view(array, self.values[places[name]]) for name, array in named.items()]
+        self._views: list[Any] = []
+        for name, array in named.items():
+            place = self.values[places[name]]
+            self._views.append(_view(array, place))
         self._copy(named)
 
     def retake(self, named: _Arrays) -> bool:
@@ -117,13 +124,15 @@ def _alike(named: _Arrays) -> list[tuple[Any, ...]]:
     return [(name, type(array), array.dtype, array.shape) for name, array in named.items()]
 
 
-def _order(array: arrays.Array) -> tuple[bool, int]:
+def _order(item: tuple[str, arrays.Array]) -> tuple[bool, int]:
     """Return a sort key that puts arrays with wide elements first, because torch needs aligned elements.
 
     Arrays of dtypes that only NumPy has, such as strings, come last: their odd widths would shift the arrays after
     them, and NumPy needs no alignment.
     """
-    return _code(array) is None and not arrays.is_torch(array), -arrays.itemsize(array)
+    _, array = item
+    is_of_numpy_alone = _code(array) is None and not arrays.is_torch(array)
+    return is_of_numpy_alone, -arrays.itemsize(array)
 
 
 def _described(array: arrays.Array) -> list[Any]:
@@ -218,15 +227,20 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
     check(foreign, {str: _foreign}, _FOREIGN)
     stored = {}
     end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+    in_order = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+    for name, entry in in_order:
         begin = end
-        size = math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
+        shape = entry["shape"]
+        code = entry["dtype"]
+        size = math.prod(shape) * _BYTES[code]
         end += size
         if entry["data_offsets"] != [begin, end]:
             raise ValueError(
                 f"{name!r:.80} is at {entry['data_offsets']}: it has {size} bytes, and the next free byte is {begin}"
             )
-        dtype, shape = foreign.get(name) or (_DTYPES[entry["dtype"]], entry["shape"])
+        dtype = _DTYPES[code]
+        if name in foreign:
+            dtype, shape = foreign[name]
         data = content[start + begin : start + end]
         stored[name] = StoredArray(dtype, tuple(shape), data)
     if start + end != len(content):
