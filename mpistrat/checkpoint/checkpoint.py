@@ -353,13 +353,12 @@ class Residuals:
         mirroring = extended.modules.made
         communicator = extended.communicator
         rank = communicator.rank
-        size = communicator.size
         some = state_of_some_rank(states, rank)
         if mirroring is None or not some:
             return
         taken_over = []
         for saver in states:
-            is_gone = saver >= size
+            is_gone = saver >= communicator.size
             if saver == rank or (rank == 0 and is_gone):
                 taken_over.append(states[saver])
         mirroring.reducer.hold_back(some, taken_over)

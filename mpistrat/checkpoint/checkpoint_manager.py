@@ -402,8 +402,7 @@ class CheckpointManager:
         for rank, text in enumerate(errors):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
-        wrong = [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
-        return stored, wrong
+        return stored, [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
 
     @contextlib.contextmanager
     def _naming_rank(self, what: str) -> Iterator[None]:

@@ -251,9 +251,11 @@ class Assembly:
                 value[key] = self._replaced(name, inner, inner_path, layout)
             return value
         if isinstance(value, (list, tuple)):
-            return type(value)(
-                self._replaced(name, each, (*path, i), layout) for i, each in enumerate(value)
-            )
+            replaced = []
+            for i, inner in enumerate(value):
+                inner_path = (*path, i)
+                replaced.append(self._replaced(name, inner, inner_path, layout))
+            return type(value)(replaced)
         if isinstance(value, ShardedArray):
             return self._want(name, value, layout(path, value.shape, True))
         if not arrays.is_torch(value):
@@ -277,8 +279,7 @@ class Assembly:
             device = like.device
         dtype = getattr(torch, stored.dtype)
         values = torch.empty(region.shape, dtype=dtype, device=device)
-        wanted = _Wanted(name, stored.name, region, values, region.size)
-        self._wanted.append(wanted)
+        self._wanted.append(_Wanted((name, stored.name), region, values, region.size))
         return values if like is None else _spread_like(values, like)
 
     def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
@@ -296,11 +297,12 @@ class Assembly:
         while incomplete := [wanted for wanted in self._wanted if wanted.missing]:
             saver = next(savers, None)
             if saver is None:
-                of_object, name = min((wanted.of_object, wanted.name) for wanted in incomplete)
+                of_object, name = min(wanted.key for wanted in incomplete)
                 raise ValueError(f"no rank has saved all of {of_object}'s {name}")
             parts = read_parts(saver)
             for wanted in incomplete:
-                part = parts.get(wanted.of_object, {}).get(wanted.name)
+                of_object, name = wanted.key
+                part = parts.get(of_object, {}).get(name)
                 if part is not None:
                     values = part["values"]
                     region = TensorRegion(tuple(part["offset"]), tuple(values.shape))
@@ -312,16 +314,14 @@ class _Wanted:
     """A part that this rank needs. `take` fills it from saved parts.
 
     Attributes:
-        of_object: name of the object with the tensor.
-        name: name of the tensor's parts in the ranks' files.
+        key: names of the object with the tensor, and of the tensor's parts in the ranks' files.
         region: the part's region of the whole tensor.
         values: tensor of the region's shape. It may be read when `missing` is 0.
         missing: number of elements of `values` without a value.
         taken: regions that were copied.
     """
 
-    of_object: str
-    name: str
+    key: tuple[str, str]
     region: TensorRegion
     values: Any
     missing: int
