@@ -83,8 +83,7 @@ def _beside_servers(value: Any, state: Any) -> Any:
     if is_module(value):
         on_servers = dict(value.named_parameters(remove_duplicate=False))
         on_servers |= value.named_buffers(remove_duplicate=False)
-        rest = {name: entry for name, entry in state.items() if name not in on_servers}
-        return rest or None
+        return {name: entry for name, entry in state.items() if name not in on_servers} or None
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 

@@ -279,7 +279,8 @@ class Assembly:
             device = like.device
         dtype = getattr(torch, stored.dtype)
         values = torch.empty(region.shape, dtype=dtype, device=device)
-        self._wanted.append(_Wanted((name, stored.name), region, values, region.size))
+        wanted = _Wanted((name, stored.name), region, values, region.size)
+        self._wanted.append(wanted)
         return values if like is None else _spread_like(values, like)
 
     def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
