@@ -90,13 +90,14 @@ def raised_at(error: BaseException, otherwise: str = "") -> str:
     """
     otherwise = getattr(error, "called_at", otherwise)
     text = "".join(traceback.format_exception_only(error))
-    frames_in_worker = FRAME.findall(text)
-    in_worker = [f"{file}:{line} in {name}" for _, file, line, name in frames_in_worker]
-    places = {_OF_PROGRAM: "", _OF_LIBRARY: ""}
-    for place in places_of(error) + in_worker:
+    places = places_of(error)
+    for _, file, line, name in FRAME.findall(text):  # in a worker process
+        places.append(f"{file}:{line} in {name}")
+    innermost = {_OF_PROGRAM: "", _OF_LIBRARY: ""}
+    for place in places:
         file, _, _ = place.partition(":")
-        places[_owner_of(file)] = place
-    return places[_OF_PROGRAM] or otherwise or places[_OF_LIBRARY]
+        innermost[_owner_of(file)] = place
+    return innermost[_OF_PROGRAM] or otherwise or innermost[_OF_LIBRARY]
 
 
 def message_of(error: BaseException) -> str:
@@ -145,7 +146,10 @@ def _owner_of(file: str) -> int:
 
 def _files_of(*modules: str) -> set[str]:
     """Return the files of the given modules; modules that are not loaded are left out."""
-    files: set[Any] = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    files: set[Any] = set()
+    for name in modules:
+        module = sys.modules.get(name)
+        files.add(getattr(module, "__file__", None))
     return files - {None}
 
 

@@ -25,7 +25,8 @@ class Interrupts:
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._reacted = False
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        self._reader, self._writer = os.pipe2(flags)
         with contextlib.suppress(ValueError):  # this is not the main thread
             if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
                 return
@@ -43,7 +44,8 @@ class Interrupts:
         Called by: the thread of `JobEnd`, five times a second. It ends the job if this is True.
         """
         with contextlib.suppress(OSError):  # nothing to read
-            if signal.SIGINT in os.read(self._reader, 1024) and self._waiting_since is None:
+            arrived = os.read(self._reader, 1024)
+            if signal.SIGINT in arrived and self._waiting_since is None:
                 self._waiting_since = time.monotonic()
         if self._waiting_since is None:
             return False

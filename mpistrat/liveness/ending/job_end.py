@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
 import math
 import os
 import sys
@@ -162,7 +161,8 @@ class JobEnd:
 
     def _calls(self) -> Iterator[WatchedCalls]:
         """Yield the calls on the communicators of all groups."""
-        return itertools.chain.from_iterable(group.calls() for group in self._groups)
+        for group in self._groups:
+            yield from group.calls()
 
     def _look_out(self) -> None:
         fallback = FallbackObserver()

@@ -56,7 +56,8 @@ def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., 
             original(code)
         except SystemExit as error:
             argument = "" if code is None else repr(code)
-            _remember(error, f"called {name}({argument}) at {call_site(sys._getframe(1))}")
+            place = call_site(sys._getframe(1))
+            _remember(error, f"called {name}({argument}) at {place}")
             raise
 
     exit.__doc__ = original.__doc__
@@ -111,8 +112,9 @@ def _ended_the_program(error: BaseException) -> bool:
     if trace is None:
         return False
     frame = trace.tb_frame
-    if frame.f_lasti == trace.tb_lasti:
+    stopped_at = frame.f_lasti
+    if stopped_at == trace.tb_lasti:
         return True
-    instruction, argument = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    instruction, argument = frame.f_code.co_code[stopped_at : stopped_at + 2]
     name = dis.opname[instruction]
     return name == "RERAISE" or (name == "RAISE_VARARGS" and argument == 0)

@@ -77,7 +77,8 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
     import subprocess  # imported here, so that `import mpistrat` stays fast
 
     message = f"\nmpistrat: {_message('MPI_Init', seconds, rank, size)}\n"
-    command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
+    arguments = [str(os.getpid()), str(seconds), message]
+    command = [python, "-I", "-S", "-c", _WATCHER, *arguments]
     # The child has its own session, so that it prints no traceback on Ctrl-C. It gets none of the launcher's variables,
     # and only stderr as output, so that it keeps no other pipe open.
     with (
@@ -103,7 +104,9 @@ def _starting(size: int | None) -> Iterator[None]:
         record stays unchanged.
     """
     observed = observation.current
-    record = observed.record if observed and observed.record.size == size else RankRecord(None)
+    record = RankRecord(None)
+    if observed and observed.record.size == size:
+        record = observed.record
     before = record.starting  # not 0 if a block around this one has set it
     record.starting = before or time.monotonic_ns()
     try:

@@ -7,7 +7,6 @@ open. The ranks' records show the ranks that have not entered a collective.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import time
@@ -74,10 +73,11 @@ class ObservedRank:
 
         After an exec the process no longer catches the signal that asks a rank for its stack: so an exec is noticed.
         """
+        pid = self.pid
         number = self.record.stack_signal
-        if not number or self.letter in DEAD or processes.catches(self.pid, number):
+        if not number or self.letter in DEAD or processes.catches(pid, number):
             return ""
-        return processes.command_of(self.pid)
+        return processes.command_of(pid)
 
     @property
     def who(self) -> str:
@@ -154,6 +154,9 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
     return found
 
 
+_WaitingRank = tuple[ObservedRank, CommunicatorSlot]  # with its slot for one communicator
+
+
 @dataclass(frozen=True)
 class Wait:
     """A collective in which some ranks of this node wait. Made by: `waits`.
@@ -223,8 +226,7 @@ def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[W
     Args: of_the_dead: also count ranks that died in a collective.
     """
     calls: dict[ObservedRank, dict[int, int]] = {}
-    # The waiting ranks, by the hash of the communicator's name.
-    waiting: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}
+    waiting: dict[int, list[_WaitingRank]] = {}  # by the hash of the communicator's name
     for rank in ranks:
         calls[rank] = {}
         for slot in rank.record.slots():
@@ -235,10 +237,7 @@ def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[W
     return sorted(found, key=lambda wait: wait.since)
 
 
-def _wait_of(
-    waiting: Sequence[tuple[ObservedRank, CommunicatorSlot]],
-    calls: dict[ObservedRank, dict[int, int]],
-) -> Wait:
+def _wait_of(waiting: Sequence[_WaitingRank], calls: dict[ObservedRank, dict[int, int]]) -> Wait:
     """Return the `Wait` in a communicator's last collective: the call with the highest number that a rank is in.
 
     Args:
@@ -248,17 +247,19 @@ def _wait_of(
     """
     slots = [slot for _, slot in waiting]
     last = max(slots, key=lambda slot: slot.calls)
-    inside = {rank: slot for rank, slot in waiting if slot.calls == last.calls}
+    call = last.calls
     group = last.group
+    inside = {rank: slot for rank, slot in waiting if slot.calls == call}
     first, _ = waiting[0]
     members = members_of(first.record.folder, group)
-    here = [rank for rank in calls if group in calls[rank] or rank.number in members]
+    here = 0  # number of the communicator's ranks that are known on this node
     missing = []
-    for rank in here:
-        made = calls[rank].get(group)
-        if has_not_come(made, last.calls, is_member=True):
-            missing.append(rank)
-    return Wait(inside, missing, last.size - len(here), members)
+    for rank, made in calls.items():
+        if group in made or rank.number in members:
+            here += 1
+            if has_not_come(made.get(group), call, is_member=True):
+                missing.append(rank)
+    return Wait(inside, missing, last.size - here, members)
 
 
 def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[ObservedRank]:
@@ -287,7 +288,7 @@ class FailureDetector:
         self._epoll = select.epoll()
         self._by_pidfd: dict[int, ObservedRank] = {}
         self._by_line: dict[int, ObservedRank] = {}
-        self._closings = itertools.count(1)
+        self._num_closed = 0  # ranks that have closed their files
         self._without_pidfd: list[ObservedRank] = []
         self._when_one_ends = when_one_ends
 
@@ -329,7 +330,10 @@ class FailureDetector:
         """
         self._wait(seconds)
         until = self.first_died + deadlines.OBSERVER_WAITS_FOR_JOINT_DEATHS
-        while self.deaths and not self.all_are_dead and (left := until - time.monotonic()) > 0:
+        while self.deaths and not self.all_are_dead:
+            left = until - time.monotonic()
+            if left <= 0:
+                break
             self._wait(left)
 
     @property
@@ -352,7 +356,12 @@ class FailureDetector:
 
         Left out are ranks that ended well, lost ranks, and ranks that the launcher killed because of another rank.
         """
-        return [r for r in self.deaths if not (r.ended_well or r.lost or self._killed_in_turn(r))]
+        unexplained = []
+        for rank in self.deaths:
+            is_explained = rank.ended_well or rank.lost or self._killed_in_turn(rank)
+            if not is_explained:
+                unexplained.append(rank)
+        return unexplained
 
     def _killed_in_turn(self, rank: ObservedRank) -> bool:
         """Whether the launcher may have killed the dead rank because another rank had exited.
@@ -363,8 +372,11 @@ class FailureDetector:
         if rank.status not in AS_LAUNCHERS_KILL:
             return False
         had_left = rank.record.state == LEFT
-        exited = [dead for dead in self.deaths if dead.status and os.WIFEXITED(dead.status)]
-        return any(had_left or dead.ended_well for dead in exited)
+        for other in self.deaths:
+            exited = other.status and os.WIFEXITED(other.status)
+            if exited and (had_left or other.ended_well):
+                return True
+        return False
 
     def others_may_go_on(self) -> bool:
         """Whether the job may have ranks that can go on without the dead ranks.
@@ -372,10 +384,10 @@ class FailureDetector:
         True if a rank of this node lives or its program had ended, or if the job has ranks on other nodes.
         """
         ranks = self.ranks
-        elsewhere = len(ranks) < ranks[0].record.size
-        if elsewhere:
-            return True
-        return any(not rank.dead or rank.record.state == LEFT for rank in ranks)
+        for rank in ranks:
+            if not rank.dead or rank.record.state == LEFT:
+                return True
+        return len(ranks) < ranks[0].record.size
 
     def exited_together(self, unexplained: Collection[ObservedRank]) -> bool:
         """Whether all ranks may have ended by os._exit(0) after the same collectives. Then nothing is to be reported.
@@ -389,8 +401,10 @@ class FailureDetector:
         if self.all_are_dead:
             # Before Linux 6.15 the kernel forgets a rank's exit status as soon as the launcher has read it. The
             # launcher may kill a rank that has announced its exit.
-            announced_or_0 = (rank.record.exits or rank.status in (0, None) for rank in unexplained)
-            return all(announced_or_0) and not calls_differ(ranks)
+            for rank in unexplained:
+                if not rank.record.exits and rank.status not in (0, None):
+                    return False
+            return not calls_differ(ranks)
         statuses = {rank.status for rank in unexplained}
         is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return statuses <= {0} and is_early and awaited(ranks).isdisjoint(unexplained)
@@ -417,7 +431,8 @@ class FailureDetector:
                 self._dies(rank, processes.exit_status(rank.pid, None))
 
     def _closes(self, rank: ObservedRank) -> None:
-        rank.closed = next(self._closings)
+        self._num_closed += 1
+        rank.closed = self._num_closed
         rank.closed_alive = not processes.is_exiting(rank.pid)
         rank.became = rank.other_program
         if self._by_number[rank.number] is rank:

@@ -109,7 +109,8 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
     with contextlib.suppress(FileNotFoundError):
         # The record may be left by the script's last program, or by this process before an exec.
         before = RankRecord(path)
-        if before.pid == os.getpid() or state_of(before.pid, before.began) in DEAD:
+        is_own = before.pid == os.getpid()
+        if is_own or state_of(before.pid, before.began) in DEAD:
             os.unlink(path)
     line = line_of(folder.path, rank)
     with contextlib.suppress(FileExistsError):

@@ -12,14 +12,14 @@ rank has ended by os._exit(0), MPICH's launcher may still return 0, so the obser
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
@@ -27,7 +27,6 @@ from mpistrat.liveness.call_site import places_of
 from mpistrat.liveness.observer import failure_detector, report
 from mpistrat.liveness.observer.failure_detector import FailureDetector, ObservedRank, Wait
 from mpistrat.liveness.observer.node_accounts import Account, find_accounts, forget_accounts
-from mpistrat.liveness.observer.pauses import Pauses
 from mpistrat.liveness.observer.stderr_proxy import StderrProxy
 from mpistrat.liveness.processes import DEAD, describe_exit, exit_code, is_launcher, launcher_of
 from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
@@ -196,7 +195,7 @@ class Observer:
         ended_by_launcher = any(rank.dead for rank in waiting)
         absent_for = time.monotonic() - self._absent_since
         if ended_by_launcher or absent_for > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS:
-            self._report(functools.partial(report.absence_report, absent, waiting), END, 1)
+            self._report(self._compose(report.absence_report, absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
         """Report the first death of a rank that needs a report, and end the job.
@@ -217,8 +216,8 @@ class Observer:
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
         elif not detector.exited_together(unexplained):
             first = failure_detector.first_death(unexplained)
-            compose = functools.partial(report.death_report, detector.ranks, first)
-            self._report(compose, END, exit_code(first.status))
+            text = self._compose(report.death_report, detector.ranks, first)
+            self._report(text, END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has asked about a stall in the last 15 s, because its observer then makes the report."""
@@ -242,8 +241,9 @@ class Observer:
             waited = self._pauses.seconds_since(wait.since / 1e9)
             overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
             if 0 < wait.limit < overdue:
-                compose = functools.partial(self._stall_report, wait, waited)
-                self._report(compose, wait.waiting[0].record.on_stall, 1, wait)
+                text = self._compose(self._stall_report, wait, waited)
+                if wait.lasts():
+                    self._report(text, wait.waiting[0].record.on_stall, 1, wait.slot.group)
                 return
             if wait.timeout and not wait.noticed:
                 self._notice_wait(wait, waited, overdue)
@@ -264,7 +264,7 @@ class Observer:
         if not (passed or is_long):
             return
         if not self._is_reported_elsewhere():
-            text = self._compose(functools.partial(self._stall_report, wait, waited))
+            text = self._compose(self._stall_report, wait, waited)
             if not wait.lasts():
                 return
             end = _OUTCOMES[RAISE] if passed else "They go on waiting until then."
@@ -292,26 +292,20 @@ class Observer:
         soon(lambda: find_accounts(path) is not None, deadlines.OBSERVER_WAITS_FOR_OTHER_NODES)
         return find_accounts(path) or []
 
-    def _report(
-        self, compose: Callable[[], str], action: int, code: int, wait: Wait | None = None
-    ) -> None:
+    def _report(self, text: str, action: int, code: int, stalled: int = 0) -> None:
         """Print the report, tell all ranks of this node to end the job or to raise, and write the report file.
 
         Args:
-            compose: returns the report.
+            text: the report.
             action: END: the ranks end the job; RAISE: they raise StallError.
             code: the exit code of the job.
-            wait: for a stall, the collective; nothing happens if the ranks have left it meanwhile. None: no stall.
+            stalled: the hash of the stalled communicator's name; 0: no stall.
         """
-        text = self._compose(compose)
-        if wait is not None and not wait.lasts():
-            return
         self._say(f"\nmpistrat: {text}\nmpistrat: {_OUTCOMES[action]}\n")
         if action == RAISE:  # the ranks raise StallError with this text
             with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
                 file.write(text)
         self._reported = time.monotonic()
-        stalled = wait.slot.group if wait else 0
         for rank in self._detector.ranks:
             rank.record.code = code
             rank.record.stalled = stalled
@@ -340,15 +334,15 @@ class Observer:
         if not self._may_return_0():
             self._stderr.give_back()
 
-    def _compose(self, compose: Callable[[], str]) -> str:
-        """Return the text that `compose` returns; if it raises an error, a text with this error.
+    def _compose(self, compose: Callable[..., str], *arguments: Any) -> str:
+        """Return the report that `compose(*arguments)` returns; if it raises an error, a text with this error.
 
         It may take up to 15 s, because ranks are asked for their stacks. Meanwhile the ranks do not assume that the
         observer is gone, and this time does not count as a pause of the job.
         """
         self._promise_to_look(deadlines.OBSERVER_REPORTS)
         try:
-            return compose()
+            return compose(*arguments)
         except Exception as error:  # the job ends all the same
             places = "".join(f"\n      {place}" for place in places_of(error))
             return f"ranks failed, or wait too long, but the observer failed to say why: {error!r}{places}"
@@ -414,8 +408,44 @@ class Observer:
         all_leave = all(rank.dead or rank.record.has_left for rank in ranks)
         if 0 < limit < waited and not all_leave:
             self._noticed_leaving = True
-            notice = self._compose(functools.partial(report.leaving_notice, ranks, leaving, waited))
+            notice = self._compose(report.leaving_notice, ranks, leaving, waited)
             self._say(f"\nmpistrat: {notice}\n")
+
+
+class Pauses:
+    """Remembers when this node's ranks stood still, so that the time of a suspended job does not count as waiting."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+        self._pauses: list[tuple[float, float]] = []  # (end, seconds)
+
+    def notice(self, ranks: Collection[ObservedRank]) -> None:
+        """Count the time since the last look as a pause if all living ranks stand still, or if it exceeds 2 s.
+
+        A rank stands still if its process is stopped. More than 2 s mean that the observer was suspended, too.
+        Called by: the observer, at each look.
+        """
+        gap = time.monotonic() - self._looked
+        self.restart()
+        alive = [rank for rank in ranks if not rank.dead]
+        all_stand_still = alive and all(rank.stands_still for rank in alive)
+        if all_stand_still or gap > deadlines.OBSERVER_STOOD_STILL:
+            self._pauses.append((self._looked, gap))
+
+    def restart(self) -> None:
+        """Let the time since the last look begin now.
+
+        Called by: the observer after a report, because it was busy and not suspended.
+        """
+        self._looked = time.monotonic()
+
+    def seconds_since(self, moment: float) -> float:
+        """Return the seconds since `moment` (by `time.monotonic()`), less all pauses that ended after `moment`."""
+        waited = time.monotonic() - moment
+        for end, seconds in self._pauses:
+            if end > moment:
+                waited -= seconds
+        return waited
 
 
 class ReportFile:

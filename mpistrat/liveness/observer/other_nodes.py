@@ -139,8 +139,9 @@ class OtherNodes:
         if message is None:
             return
         # For the number of this rank's last call on the communicator, when the rank entered the call (0: it returned).
+        group = message.group
         slots = self._record.slots()
-        entered = {slot.calls: slot.since for slot in slots if slot.group == message.group}
+        entered = {slot.calls: slot.since for slot in slots if slot.group == group}
         if min(entered, default=message.call) < message.call:
             return  # this rank has not entered the collective yet
         since = entered.get(message.call, 0)
@@ -191,5 +192,6 @@ def _account_of_node(folder: str) -> Account:
     ranks = find_ranks(folder)
     calls = {}
     for rank in ranks:
-        calls[str(rank.number)] = {str(group): made for group, made in rank.calls.items()}
+        by_communicator = {str(group): made for group, made in rank.calls.items()}
+        calls[str(rank.number)] = by_communicator
     return Account(calls, account_of(ranks))

@@ -196,7 +196,9 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     started = time.monotonic()
     time.sleep(deadlines.OBSERVER_MEASURES_CPU_TIME)
     elapsed = time.monotonic() - started
-    states = {rank: _state(rank, cpu, elapsed) for rank, cpu in used.items()}
+    states = {}
+    for rank, cpu in used.items():
+        states[rank] = _state(rank, cpu, elapsed)
     lines = []
     for rank, stack in _ask_for_stacks(shown):
         words = _last_words(rank, group)

@@ -147,7 +147,8 @@ class JobFolder:
         Raises: OSError if the folder has no lock file.
         """
         self.path = path
-        self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        flags = os.O_RDWR | os.O_NOFOLLOW
+        self._lock = os.open(path + _LOCK, flags)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def leave(self) -> None:
