@@ -76,11 +76,13 @@ class ClusterResolver(ABC):
         Returns: '' if neither the arguments nor the resolver give both a type and an id.
         Raises: ValueError if the task is not in the cluster.
         """
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
+        if task_type is None:
+            task_type = self.task_type
+        if task_id is None:
+            task_id = self.task_id
+        if task_type is None or task_id is None:
             return ""
-        address = self.cluster_spec().task_address(job, index)
+        address = self.cluster_spec().task_address(task_type, task_id)
         return format_master_url(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
@@ -91,7 +93,9 @@ class ClusterResolver(ABC):
         The base class ignores the arguments.
         """
         count = num_accelerators() or len(visible_gpus())
-        return {"GPU": count} if count else {}
+        if count:
+            return {"GPU": count}
+        return {}
 
     @property
     def environment(self) -> str | None:
@@ -144,7 +148,9 @@ class ClusterResolver(ABC):
 
 
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:
-    return f"{rpc_layer}://{master}" if rpc_layer else master
+    if rpc_layer:
+        return f"{rpc_layer}://{master}"
+    return master
 
 
 def host_of(address: str) -> str:

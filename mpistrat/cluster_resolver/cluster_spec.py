@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_Tasks = tuple[tuple[int, str], ...]  # (index, address) of each task of a job
+
 
 @dataclass(frozen=True)
 class ClusterDef:
     """The jobs of a ClusterSpec as nested tuples. It can be pickled, compared and hashed."""
 
     # (("worker", ((0, "n1:8888"), (1, "n2:8888"))),)
-    jobs: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
+    jobs: tuple[tuple[str, _Tasks], ...]
 
 
 class ClusterSpec:
@@ -90,7 +92,10 @@ class ClusterSpec:
 
     def as_cluster_def(self) -> ClusterDef:
         """Return the jobs and their addresses as a `ClusterDef`: nested tuples, with tasks sorted by index."""
-        jobs = ((job, tuple(sorted(tasks.items()))) for job, tasks in self._jobs.items())
+        jobs = []
+        for job, tasks in self._jobs.items():
+            by_index = sorted(tasks.items())
+            jobs.append((job, tuple(by_index)))
         return ClusterDef(tuple(jobs))
 
     def _job(self, job_name: str) -> dict[int, str]:
@@ -104,7 +109,9 @@ class ClusterSpec:
         return bool(self._jobs)
 
     def __eq__(self, other: object) -> bool:
-        return self._jobs == other._jobs if isinstance(other, ClusterSpec) else NotImplemented
+        if isinstance(other, ClusterSpec):
+            return self._jobs == other._jobs
+        return NotImplemented
 
     def __hash__(self) -> int:
         return hash(frozenset(self._jobs))
@@ -154,4 +161,6 @@ def _index(job: str, index: Any) -> int:
 def _densest(tasks: dict[int, str]) -> list[str] | dict[int, str]:
     ordered = dict(sorted(tasks.items()))
     dense = ordered and list(ordered) == list(range(len(ordered)))
-    return list(ordered.values()) if dense else ordered
+    if dense:
+        return list(ordered.values())
+    return ordered

@@ -55,10 +55,9 @@ class GCEClusterResolver(ListedTasksResolver):
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port
-        self._options = {
-            "credentials": None if isinstance(credentials, str) else credentials,
-            "client_options": client_options,
-        }
+        if isinstance(credentials, str):
+            credentials = None  # the application default credentials
+        self._options = {"credentials": credentials, "client_options": client_options}
 
     @functools.cached_property
     def _clients(self) -> tuple[Any, Any]:

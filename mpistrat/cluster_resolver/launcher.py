@@ -90,7 +90,9 @@ class LauncherClaim:
         """
         if self.size is not None and not self.at_least:
             return world_size == self.size
-        return world_size > 1 or (self.size in (None, 1) and not self.rank)
+        if world_size > 1:
+            return True
+        return self.size in (None, 1) and not self.rank
 
     def allows_rank(self, world_rank: int) -> bool:
         """Return whether this process may be rank `world_rank` of MPI's world.
@@ -107,7 +109,9 @@ def library_family(version: str) -> str:
     """
     if re.search("Open MPI|Spectrum MPI", version):
         return OPEN_MPI
-    return MPICH if re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", version) else ""
+    if re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", version):
+        return MPICH
+    return ""
 
 
 def library_name(version: str) -> str:
@@ -140,8 +144,9 @@ def certain_rank() -> tuple[int, int] | None:
     Raises: TopologyError if a variable is not a number.
     """
     match read_claim():
-        case LauncherClaim(rank=int(rank), size=int(size), at_least=False) if size > 1:
-            return None if _REORDER in os.environ else (rank, size)
+        case LauncherClaim(rank=int(rank), size=int(size), at_least=False):
+            if size > 1 and _REORDER not in os.environ:
+                return rank, size
     return None
 
 
@@ -151,10 +156,13 @@ def _claims(environ: Environment, family: str) -> Iterator[LauncherClaim]:
     Later claims may come from the shell that called the launcher.
     Args: family: the family of the loaded MPI library, its launcher comes first; "" if unknown.
     """
-    rows = sorted(SIZE_AND_RANK, key=lambda row: not (family and row[3] == family))
+    rows = list(SIZE_AND_RANK)
+    if family:
+        rows.sort(key=lambda row: row[3] != family)
     if SLURM_STEP[1] in environ and "PRTE_LAUNCHED" not in environ:
         rows.append(SLURM_STEP)
-    for row in (*rows, *RANK_ONLY):
+    rows += RANK_ONLY
+    for row in rows:
         if (row[0] or row[1]) in environ:
             yield _claim(environ, row)
 
@@ -192,7 +200,10 @@ def is_first_on_node(environ: Environment = os.environ) -> bool:
 
     Returns: False also if no variable says a number on the node.
     """
-    return next((environ[name] for name in _LOCAL_RANKS if name in environ), "") == "0"
+    for name in _LOCAL_RANKS:
+        if name in environ:
+            return environ[name] == "0"
+    return False
 
 
 def check_library(environ: Environment, version: str, library_path: str = "") -> None:
@@ -272,9 +283,10 @@ def _deciding_claim(
     claim both say one rank, a later claim of several ranks decides.
     Returns: None if no launcher's variable is set.
     """
+    world = (world_size, world_rank)
     claims = list(_claims(environ, library_family(version)))
     for claim in claims:
-        if world_size > 1 and (claim.size, claim.rank) == (world_size, world_rank):
+        if world_size > 1 and (claim.size, claim.rank) == world:
             return claim
         if world_size == claims[0].size == 1 and _denies_that_it_is_alone(claim, environ):
             return claim
@@ -387,11 +399,19 @@ def _claim(environ: Environment, row: tuple[str, str, str, str]) -> LauncherClai
     Raises: TopologyError if a variable is not a number.
     """
     size, rank, launcher, family = row
-    variables = ", ".join(f"{name}={environ[name]}" for name in (size, rank) if name in environ)
+    variables = []
+    for name in (size, rank):
+        if name in environ:
+            variables.append(f"{name}={environ[name]}")
     # Each component of a heterogeneous Slurm job counts its own tasks.
     at_least = row == SLURM_STEP and _number(environ, "SLURM_HET_SIZE") not in (None, 0, 1)
     return LauncherClaim(
-        _number(environ, size), _number(environ, rank), variables, launcher, family, at_least
+        _number(environ, size),
+        _number(environ, rank),
+        ", ".join(variables),
+        launcher,
+        family,
+        at_least,
     )
 
 
@@ -413,9 +433,12 @@ def _denies_that_it_is_alone(claim: LauncherClaim, environ: Environment) -> bool
     of a Slurm step and start one rank there.
     """
     by_mpiexec = {"HYDI_CONTROL_FD", "OMPI_COMM_WORLD_SIZE"} & environ.keys()
-    if by_mpiexec and claim.launcher in (SLURM_STEP[2], *(row[2] for row in RANK_ONLY)):
+    around_mpiexec = [row[2] for row in (SLURM_STEP, *RANK_ONLY)]
+    if by_mpiexec and claim.launcher in around_mpiexec:
         return False
-    return bool(claim.rank) if claim.size is None else claim.size > 1
+    if claim.size is None:
+        return bool(claim.rank)
+    return claim.size > 1
 
 
 def _started(claim: LauncherClaim) -> str:

@@ -75,8 +75,24 @@ class MPIClusterResolver(ClusterResolver):
 
     @functools.cached_property
     def _topology(self) -> Topology:
+        """The topology of `comm`, kept as an MPI attribute of `comm`.
+
+        The first use for `comm` is collective. Later ones, also by another resolver, read the attribute, so they do
+        not wait for other ranks.
+        """
+        global _kept_with_comm
         comm = self.comm
-        return Topology.single() if comm is None else _topology_of(comm)
+        if comm is None:
+            return Topology.single()
+        mpi = importlib.import_module("mpi4py.MPI")
+        if _kept_with_comm is None:
+            _kept_with_comm = mpi.Comm.Create_keyval()
+        topology: Topology | None = comm.Get_attr(_kept_with_comm)
+        if topology is None:
+            topology = _ask_ranks_of(comm, mpi)
+            observation.remember_mappings()  # MPI's first communication has made its mappings
+            comm.Set_attr(_kept_with_comm, topology)
+        return topology
 
     def cluster_spec(self) -> ClusterSpec:
         """Return a cluster with one worker per rank. A worker's address is the name of its node, without a port."""
@@ -198,7 +214,8 @@ def import_mpi() -> tuple[Any, list[str]]:
         if "mpi4py.MPI" not in sys.modules:
             rc = importlib.import_module("mpi4py").rc
             rc.initialize = False  # so that the library's name can be checked before MPI_Init
-            rc.finalize = True if rc.finalize is None else rc.finalize
+            if rc.finalize is None:
+                rc.finalize = True
         return importlib.import_module("mpi4py.MPI"), []
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads
         return None, str(error).splitlines()
@@ -206,8 +223,14 @@ def import_mpi() -> tuple[Any, list[str]]:
 
 def _initialize(mpi: Any, claim: launcher.LauncherClaim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
-    level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
-    rank, size = (None, 1) if claim is None else (claim.rank, claim.size)
+    level = mpi.THREAD_SINGLE
+    if rc.threads:
+        level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}")
+    rank = None
+    size: int | None = 1
+    if claim is not None:
+        rank = claim.rank
+        size = claim.size
     rank_end.begin()  # the launcher's variables may have been missing when mpistrat was imported
     with init_deadline(rank=rank, size=size), warnings.catch_warnings():
         # mpi4py guesses a mismatch from PMI_SIZE; check_world finds it for certain
@@ -226,23 +249,6 @@ def _check_comm(mpi: Any, comm: Any) -> None:
         raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
 
 
-def _topology_of(comm: Any) -> Topology:
-    """Return the topology of `comm`, and keep it as an MPI attribute of `comm`.
-
-    The first call for `comm` is collective. Later calls read the attribute, so they do not wait for other ranks.
-    """
-    global _kept_with_comm
-    mpi = importlib.import_module("mpi4py.MPI")
-    if _kept_with_comm is None:
-        _kept_with_comm = mpi.Comm.Create_keyval()
-    topology: Topology | None = comm.Get_attr(_kept_with_comm)
-    if topology is None:
-        topology = _ask_ranks_of(comm, mpi)
-        observation.remember_mappings()  # MPI's first communication has made its mappings
-        comm.Set_attr(_kept_with_comm, topology)
-    return topology
-
-
 def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
     rank = comm.Get_rank()
     size = comm.Get_size()
@@ -252,7 +258,8 @@ def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
         node.Free()
         name = os.environ.get(launcher.NODE_NAME, "")
         host = name or mpi.Get_processor_name()
-        leaders, names, hosts = zip(*comm.allgather((leader, name, host)), strict=True)
+        by_rank = comm.allgather((leader, name, host))
+    leaders, names, hosts = zip(*by_rank, strict=True)
     for other, (leader, name) in enumerate(zip(leaders, names, strict=True)):
         if name != names[leader]:
             raise TopologyError(
@@ -265,5 +272,7 @@ def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
 
 def library_path() -> str:
     """Return the path of the loaded libmpi; '' if no libmpi is loaded, or if /proc/self/maps cannot be read."""
-    lines = text_in("/proc/self/maps").splitlines()
-    return next((line.split(maxsplit=5)[-1].strip() for line in lines if "/libmpi" in line), "")
+    for line in text_in("/proc/self/maps").splitlines():
+        if "/libmpi" in line:
+            return line.split(maxsplit=5)[-1].strip()
+    return ""

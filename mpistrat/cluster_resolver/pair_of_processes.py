@@ -36,8 +36,9 @@ def commands(
         no mpiexec and, in a Slurm job, no srun.
     """
     beside_library = Path(library).parent.parent / "bin" / "mpiexec"
-    is_beside = library != "" and beside_library.exists()
-    mpiexec = str(beside_library) if is_beside else shutil.which("mpiexec")
+    mpiexec = shutil.which("mpiexec")
+    if library and beside_library.exists():
+        mpiexec = str(beside_library)
     if mpiexec is not None:
         yield _by_mpiexec(mpiexec, version, hosts, environ)
     if "SLURM_JOB_ID" in environ and (srun := shutil.which("srun")) is not None:
@@ -63,7 +64,8 @@ def _by_mpiexec(mpiexec: str, version: str, hosts: Sequence[str], environ: Envir
 
 
 def _by_srun(srun: str, hosts: Sequence[str], environ: Environment) -> Command:
-    nodes = [host.split(".")[0] for host in hosts] or [environ.get(launcher.NODE_NAME, "")]
+    own_node = environ.get(launcher.NODE_NAME, "")
+    nodes = [host.split(".")[0] for host in hosts] or [own_node]
     placement = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
     spread = [f"--ntasks-per-node={2 // len(nodes)}", "--ntasks=2", "--overlap"]
     return [srun, *placement, *spread], launcher.environment_of_children(environ)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +99,9 @@ def id_in_cluster(cluster_spec: Cluster, task_type: str | None, task_id: int | N
         raise ValueError(
             f"a task of type {task_type!r} has no rank: only chief, worker and evaluator tasks have one"
         )
-    return task_id + (task_count(spec, "chief") if task_type == "worker" else 0)
+    if task_type == "worker":
+        return task_count(spec, "chief") + task_id
+    return task_id
 
 
 def worker_count(cluster_spec: Cluster, task_type: str | None) -> int:
@@ -127,8 +128,10 @@ def worker_addresses(cluster_spec: Cluster) -> list[str]:
     Raises: ValueError if the cluster has neither chief nor worker, or if a task index from 0 to n-1 is missing.
     """
     spec = normalize_cluster_spec(cluster_spec)
-    jobs = [spec.job_tasks(job) for job in ("chief", "worker") if task_count(spec, job)]
-    addresses: list[Any] = [*itertools.chain(*jobs)]
+    addresses: list[Any] = []
+    for job in ("chief", "worker"):
+        if task_count(spec, job):
+            addresses += spec.job_tasks(job)
     if not addresses or None in addresses:
         raise ValueError(
             f"the ranks of a job are its chief and its workers 0..n-1 without gaps, got {spec}"
@@ -145,7 +148,9 @@ def collective_leader(cluster_spec: Cluster, task_type: str | None, task_id: int
     if not normalize_cluster_spec(cluster_spec):
         return ""
     spec = validated_cluster(cluster_spec, task_type, task_id)
-    return "" if task_type == "evaluator" else _first_task(spec, ("chief", "worker"))
+    if task_type == "evaluator":
+        return ""
+    return _first_task(spec, ("chief", "worker"))
 
 
 def coordination_leader(cluster_spec: Cluster) -> str:
@@ -155,7 +160,9 @@ def coordination_leader(cluster_spec: Cluster) -> str:
     Raises: ValueError if the cluster has tasks, but none of these types.
     """
     spec = normalize_cluster_spec(cluster_spec)
-    return _first_task(spec, ("ps", "chief", "worker")) if spec else ""
+    if not spec:
+        return ""
+    return _first_task(spec, ("ps", "chief", "worker"))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
@@ -66,8 +66,11 @@ class TFConfigClusterResolver(ClusterResolver):
         if session_master is not None:
             return str(session_master)
         spec = self.cluster_spec()
-        if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
-            return ""
+        match spec.jobs:
+            case []:
+                return ""
+            case [job] if len(spec.job_tasks(job)) == 1:
+                return ""
         address = super().master(task_type, task_id, rpc_layer)
         if not address:
             tasks = sum(spec.num_tasks(job) for job in spec.jobs)
@@ -114,7 +117,9 @@ def parse_tf_config(text: str) -> dict[str, Any]:
         message = f"{TF_CONFIG}={text!r:.80} is no JSON: {error.msg}"
         raise json.JSONDecodeError(message, error.doc, error.pos) from None
     except ValueError as error:  # a key is given twice, or a number has too many digits for Python
-        what = error if "twice" in str(error) else "holds a number of too many digits"
+        what = str(error)
+        if "twice" not in what:
+            what = "holds a number of too many digits"
         raise ValueError(f"{TF_CONFIG}={text!r:.80}: {what}") from None
     if not isinstance(config, dict):
         raise ValueError(
@@ -132,15 +137,15 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _index(index: Any) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", str(index)):  # True and 1.0 do not match
-        raise ValueError(f"a task index must be a number from 0 on, got {index!r:.80}")
-    return int(index)
-
-
-# Functions that convert the values of a resolver, by the value's name
-_READ: dict[str, Callable[[Any], Any]] = {"task_type": str, "task_id": _index, "rpc_layer": str}
-
-
 def _read(name: str, value: Any) -> Any:
-    return None if value is None else _READ[name](value)
+    """Return a resolver's value as a str, and its `task_id` as an int; None for None.
+
+    Raises: ValueError if a `task_id` is no number from 0 on.
+    """
+    if value is None:
+        return None
+    if name != "task_id":
+        return str(value)
+    if not re.fullmatch(r"[0-9]{1,18}", str(value)):  # True and 1.0 do not match
+        raise ValueError(f"a task index must be a number from 0 on, got {value!r:.80}")
+    return int(value)

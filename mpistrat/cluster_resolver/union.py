@@ -8,6 +8,8 @@ from typing import Any
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 
+_Tasks = list[str] | dict[int, str]  # the addresses of a job, as in `ClusterSpec.as_dict`
+
 
 class UnionResolver(ClusterResolver):
     """Joins the jobs of several resolvers to one cluster. All other values come from the first resolver.
@@ -56,7 +58,7 @@ class UnionResolver(ClusterResolver):
 
         Raises: KeyError if the tasks of a job keep their indices, and two resolvers have the same index.
         """
-        parts: dict[str, list[list[str] | dict[int, str]]] = {}
+        parts: dict[str, list[_Tasks]] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
                 parts.setdefault(job, []).append(tasks)
@@ -88,7 +90,7 @@ class UnionResolver(ClusterResolver):
         return self._values[name] or getattr(self._resolvers[0], name)
 
 
-def _merge(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+def _merge(job: str, parts: list[_Tasks]) -> _Tasks:
     lists = [part for part in parts if isinstance(part, list)]
     # A job without tasks is {}, and has no indices to keep
     if len(lists) + parts.count({}) == len(parts):

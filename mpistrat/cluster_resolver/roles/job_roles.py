@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,10 +182,12 @@ def _servers_by_node(topology: Topology, num_ps: int, chiefs: Sequence[int]) -> 
             f"num_ps={num_ps} needs {least} ranks or more, {others} "
             f"servers, but {topology.size} were started: mpirun -n {least} python …, or a smaller num_ps"
         )
-    nodes = reversed(range(topology.num_nodes))
-    turns = itertools.zip_longest(*(reversed(topology.ranks_on_node(node)) for node in nodes))
-    # `if rank` drops rank 0, and the Nones of nodes that have no more ranks
-    return [rank for turn in turns for rank in turn if rank][:num_ps]
+    turns = []  # in a turn, each node gives one rank, beginning with the last node
+    for node in range(topology.num_nodes):
+        for turn, rank in enumerate(reversed(topology.ranks_on_node(node))):
+            turns.append((turn, -node, rank))
+    servers = [rank for _, _, rank in sorted(turns) if rank != 0]
+    return servers[:num_ps]
 
 
 def _of_components(topology: Topology, components: Sequence[Any], chief: bool) -> JobRoles:
@@ -217,10 +218,14 @@ def _of_components(topology: Topology, components: Sequence[Any], chief: bool) -
 def _of_servers(topology: Topology, servers: Sequence[int], chiefs: Sequence[int]) -> JobRoles:
     workers = sorted({*range(topology.size)}.difference(servers, chiefs))
     tasks = {"chief": chiefs, "worker": workers, "ps": sorted(servers)}
-    ranks = {job: tuple(found) for job, found in tasks.items() if found}
     hosts = topology.hosts or ("localhost",) * topology.num_nodes
     nodes = topology.node_of_rank
-    spec = {job: [hosts[nodes[rank]] for rank in found] for job, found in ranks.items()}
+    ranks = {}
+    spec = {}
+    for job, found in tasks.items():
+        if found:
+            ranks[job] = tuple(found)
+            spec[job] = [hosts[nodes[rank]] for rank in found]
     return JobRoles(topology.rank, ranks, ClusterSpec(spec))
 
 
@@ -239,51 +244,58 @@ def _claimed_tasks(
             f"{len(claims)} ranks were started, but the cluster {spec.as_dict()!r:.300} has {number} tasks: "
             f"mpirun -n {number} python …, or a cluster of as many tasks as ranks"
         )
-    rank_of: dict[tuple[str | None, int | None], int] = {}
+    rank_of: dict[tuple[Any, Any], int] = {}  # by job and index
     for rank, claim in enumerate(claims):
-        if claim.task_id not in range(counts.get(str(claim.task_type), 0)):
+        job = str(claim.task_type)
+        index = claim.task_id
+        if index not in range(counts.get(job, 0)):
             raise TopologyError(
-                f"rank {rank} is {claim.task_type} {claim.task_id}, which is not in the cluster: list it"
+                f"rank {rank} is {job} {index}, which is not in the cluster: list it"
             )
-        other = rank_of.setdefault((claim.task_type, claim.task_id), rank)
+        other = rank_of.setdefault((job, index), rank)
         if other != rank:
             raise TopologyError(
-                f"ranks {other} and {rank} are both {claim.task_type} {claim.task_id} (told by {claim.source}): each "
+                f"ranks {other} and {rank} are both {job} {index} (told by {claim.source}): each "
                 "rank needs a task of its own, such as a TF_CONFIG that its launcher does not copy to the others; or "
                 "give num_ps= instead"
             )
-    return {
-        job: tuple(rank_of[job, index] for index in range(count)) for job, count in counts.items()
-    }
+    ranks = {}
+    for job, count in counts.items():
+        by_index = [rank_of[job, index] for index in range(count)]
+        ranks[job] = tuple(by_index)
+    return ranks
 
 
 def _check_claim(rank: int, claim: _RoleClaim, spec: ClusterSpec) -> None:
-    if claim.task_type is None or type(claim.task_id) is not int:
+    job = claim.task_type
+    index = claim.task_id
+    if job is None or type(index) is not int:
         raise ValueError(
-            f"rank {rank}: {claim.source} names task_type={claim.task_type!r:.80} and task_id={claim.task_id!r:.80}"
-            ", which is no task: give both, a job and a number"
+            f"rank {rank}: {claim.source} names task_type={job!r:.80} and task_id={index!r:.80}, which is no task: "
+            "give both, a job and a number"
         )
     try:
-        task_roles.validated_cluster(spec, claim.task_type, claim.task_id)
+        task_roles.validated_cluster(spec, job, index)
     except ValueError as error:
         raise ValueError(f"rank {rank}: {error}") from None
 
 
 def _check_jobs(spec: ClusterSpec, named: str, chief: bool) -> None:
     task_roles.checked_cluster(spec)
-    count = functools.partial(task_roles.task_count, spec)
     for job in spec.jobs:
-        if spec.task_indices(job) != list(range(count(job))):
+        indices = spec.task_indices(job)
+        if indices != list(range(len(indices))):
             raise ValueError(
-                f"the tasks of job {job!r} are {spec.task_indices(job)}: number them 0..n-1, without gaps"
+                f"the tasks of job {job!r} are {indices}: number them 0..n-1, without gaps"
             )
-    if not count("ps"):
+    jobs = [job for job in spec.jobs if spec.num_tasks(job)]
+    if "ps" not in jobs:
         raise ValueError(
             f'no parameter server: list one or more as "ps" in {named}, or give num_ps='
         )
-    if not count("worker") and (chief or not count("chief")):
+    if "worker" not in jobs and (chief or "chief" not in jobs):
         raise ValueError(f'no worker: list one or more as "worker" in {named}')
-    if chief and not count("chief"):
+    if chief and "chief" not in jobs:
         raise ValueError(
             f'no chief: list the rank that coordinates the others as "chief" in {named}, or give num_ps= instead'
         )

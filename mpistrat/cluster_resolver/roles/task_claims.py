@@ -130,7 +130,9 @@ def resolver_of_trainers(
     Raises: on all ranks, TopologyError if the resolver or TF_CONFIG contradicts MPI, or if the ranks' TF_CONFIGs have
         different clusters; ValueError if a rank's task is not known, malformed, or (of a resolver) a parameter server.
     """
-    found = None if isinstance(resolver, MPIClusterResolver) else resolver
+    found = resolver
+    if isinstance(resolver, MPIClusterResolver):
+        found = None
 
     def claim() -> TaskClaim:
         nonlocal found
@@ -140,7 +142,7 @@ def resolver_of_trainers(
             return TaskClaim()
         _compare(found, topology, of_tf_config=resolver is None)
         if resolver is not None:
-            return TaskClaim(TF_CONFIG, None)
+            return TaskClaim(TF_CONFIG)
         return TaskClaim(TF_CONFIG, found.cluster_spec())
 
     check_same_cluster(exchange(claim, all_gather_object))

@@ -94,7 +94,9 @@ def slurm_variables(environ: Environment = os.environ) -> dict[str, str]:
 
 def _positive(text: str) -> float | None:
     """Return the number in `text`; None for "0", and if `text` is no number."""
-    return float(text) if text.isdecimal() and float(text) > 0 else None
+    if text.isdecimal() and float(text) > 0:
+        return float(text)
+    return None
 
 
 def _seconds_since_1970(text: str) -> float:

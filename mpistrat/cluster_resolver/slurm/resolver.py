@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
@@ -93,7 +92,9 @@ class SlurmClusterResolver(ClusterResolver):
                 f"daemons, not the ranks: MPIClusterResolver asks MPI instead"
             )
         self._rank = self._number(RANK)
-        self._jobs = _counts("jobs", {"worker": self._number(NUM_TASKS)} if jobs is None else jobs)
+        if jobs is None:
+            jobs = {"worker": self._number(NUM_TASKS)}
+        self._jobs = _counts("jobs", jobs)
         self._port_base = port_base
         self._places = self._place(self._tasks_of_nodes(tasks_per_node))
         self._check_own_place()
@@ -151,9 +152,10 @@ class SlurmClusterResolver(ClusterResolver):
         total = sum(count for _, count in tasks)
         wanted = sum(self._jobs.values())
         if wanted != total:
+            step = self._shown(NODE_LIST, TASKS_PER_NODE, NUM_TASKS)
             raise TopologyError(
-                f"the jobs {self._jobs} have {wanted} tasks, but the step has {total} "
-                f"({self._shown(NODE_LIST, TASKS_PER_NODE, NUM_TASKS)}): ask srun for as many tasks as the jobs have"
+                f"the jobs {self._jobs} have {wanted} tasks, but the step has {total} ({step}): ask srun for as many "
+                f"tasks as the jobs have"
             )
         distribution = self._environ.get(DISTRIBUTION, "block")
         if distribution == "plane" and PLANE_SIZE in self._environ:
@@ -180,7 +182,11 @@ class SlurmClusterResolver(ClusterResolver):
         if self._number(COMPONENTS, "1") <= 1 or len(tasks) == 1:
             return [tasks]
         hosts = hosts_of_components(self._environ)
-        components = [[task for task in tasks if task[0] in listed] for listed in hosts]
+        components = []
+        for listed in hosts:
+            component = [task for task in tasks if task[0] in listed]
+            if component:
+                components.append(component)
         if sum(len(component) for component in components) != len(tasks):
             names = [COMPONENT_NODES.format(number) for number in range(len(hosts))]
             raise TopologyError(
@@ -188,7 +194,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"which nodes belong to which is not told: submit the job with sbatch or salloc, which set "
                 f"{COMPONENT_NODES.format(0)} and so on; or let MPIClusterResolver ask MPI"
             )
-        return [component for component in components if component]
+        return components
 
     def _tasks_of_nodes(self, tasks_per_node: int | str | Mapping[str, int] | None) -> _Tasks:
         hosts = _hosts_in(self._environ, NODE_LIST)
@@ -204,19 +210,22 @@ class SlurmClusterResolver(ClusterResolver):
         except ValueError as error:
             raise TopologyError(f"{TASKS_PER_NODE}: {error}") from None
         if len(tasks) != len(hosts):
+            nodes = self._shown(NODE_LIST)
+            counts_of_tasks = self._shown(TASKS_PER_NODE)
             raise TopologyError(
-                f"{self._shown(NODE_LIST)} names {len(hosts)} nodes, and {self._shown(TASKS_PER_NODE)} is of "
-                f"{len(tasks)}: one of them describes another step. srun sets both; MPIClusterResolver asks MPI instead"
+                f"{nodes} names {len(hosts)} nodes, and {counts_of_tasks} is of {len(tasks)}: "
+                f"one of them describes another step. srun sets both; MPIClusterResolver asks MPI instead"
             )
         return list(zip(hosts, tasks, strict=True))
 
     def _check_own_place(self) -> None:
-        if self._rank >= len(self._places):
+        places = self._places
+        if self._rank >= len(places):
             raise TopologyError(
-                f"this task's number, {self._shown(RANK)}, is not one of the step's {len(self._places)} tasks"
+                f"this task's number, {self._shown(RANK)}, is not one of the step's {len(places)} tasks"
             )
-        node, host, local_rank = self._places[self._rank]
-        on_node = [rank for rank, place in enumerate(self._places) if place.node == node]
+        node, host, local_rank = places[self._rank]
+        on_node = [rank for rank, place in enumerate(places) if place.node == node]
         tasks = ",".join(str(rank) for rank in on_node)
         known = (
             (NODE_ID, str(node), f"on node {node} of the list"),
@@ -226,9 +235,10 @@ class SlurmClusterResolver(ClusterResolver):
         )
         for name, value, would_be in known:
             if self._environ.get(name, value) != value:
+                layout = self._shown(NODE_LIST, TASKS_PER_NODE, DISTRIBUTION, PLANE_SIZE)
                 raise TopologyError(
                     f"rank {self._rank} would be {would_be}, but Slurm says {self._shown(name)} "
-                    f"({self._shown(NODE_LIST, TASKS_PER_NODE, DISTRIBUTION, PLANE_SIZE)}). These variables describe "
+                    f"({layout}). These variables describe "
                     f"another step, or leave out the distribution of its tasks; MPIClusterResolver asks MPI instead."
                 )
 
@@ -239,8 +249,12 @@ class SlurmClusterResolver(ClusterResolver):
         if bound and (per_node, per_task) == (None, None):
             self._auto_set_gpu = False  # Slurm has bound each task to its GPUs
             return visible
-        per_node = visible if per_node is None else _count("gpus_per_node", per_node)
-        per_task = per_node // most_tasks if per_task is None else _count("gpus_per_task", per_task)
+        if per_node is None:
+            per_node = visible
+        per_node = _count("gpus_per_node", per_node)
+        if per_task is None:
+            per_task = per_node // most_tasks
+        per_task = _count("gpus_per_task", per_task)
         if most_tasks * per_task > per_node:
             raise TopologyError(
                 f"{most_tasks} tasks of one node with gpus_per_task={per_task} need {most_tasks * per_task} GPUs, "
@@ -252,8 +266,9 @@ class SlurmClusterResolver(ClusterResolver):
         first = self._places[self._rank].local_rank * self._gpus_per_task
         last = first + self._gpus_per_task
         # Use the GPU ids that Slurm made visible, because without cgroups a job may have the GPUs 2 and 3.
-        known = len(self._visible) >= last
-        return list(self._visible[first:last]) if known else [str(i) for i in range(first, last)]
+        if len(self._visible) >= last:
+            return list(self._visible[first:last])
+        return [str(number) for number in range(first, last)]
 
     def _variable(self, name: str, default: str | None = None) -> str:
         text = self._environ.get(name, default)
@@ -271,8 +286,11 @@ class SlurmClusterResolver(ClusterResolver):
         return int(text)
 
     def _shown(self, *names: str) -> str:
-        found = [name for name in names if name in self._environ]
-        return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
+        shown = []
+        for name in names:
+            if name in self._environ:
+                shown.append(f"{name}={self._environ[name]:.200}")
+        return ", ".join(shown)
 
 
 def hosts_of_components(environ: Environment = os.environ) -> list[list[str]]:
@@ -296,7 +314,10 @@ def own_component(environ: Environment = os.environ) -> int | None:
     """
     hosts = hosts_of_components(environ)
     node = environ.get(NODE_NAME, "")
-    return next((number for number, nodes in enumerate(hosts) if node in nodes), None)
+    for number, nodes in enumerate(hosts):
+        if node in nodes:
+            return number
+    return None
 
 
 def _hosts_in(environ: Environment, name: str) -> list[str]:
@@ -313,16 +334,19 @@ def _hosts_in(environ: Environment, name: str) -> list[str]:
     return hosts
 
 
-def _natural(host: str) -> list[tuple[int, int, str]]:
+def _natural(host: str) -> list[tuple[str, int]]:
     """Return a sort key for host names: runs of digits compare as numbers, so that n9 comes before n10."""
-    parts = re.findall(r"[0-9]+|[^0-9]+", host)
-    return [(0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts]
+    parts = re.findall(r"([0-9]+)|([^0-9]+)", host)
+    return [(letters, int(digits or 0)) for digits, letters in parts]
 
 
 def _counts(name: str, counts: Mapping[str, int]) -> dict[str, int]:
     if not isinstance(counts, Mapping) or not all(isinstance(key, str) for key in counts):
         raise TypeError(f"{name} must be a dict of names to numbers of tasks, got {counts!r}")
-    return {key: _count(f"{name}[{key!r}]", count) for key, count in counts.items()}
+    checked = {}
+    for key, count in counts.items():
+        checked[key] = _count(f"{name}[{key!r}]", count)
+    return checked
 
 
 def _count(name: str, value: int | str) -> int:
@@ -361,8 +385,13 @@ def place_tasks(
     Raises: TopologyError if the distribution is unknown, or if `host_of_task` contradicts `tasks_of_nodes`.
     """
     nodes = _nodes_of_tasks(tasks_of_nodes, re.split("[:,]", distribution)[0], host_of_task)
-    local_ranks: dict[int, Iterator[int]] = collections.defaultdict(itertools.count)
-    return [TaskPlacement(node, tasks_of_nodes[node][0], next(local_ranks[node])) for node in nodes]
+    places = []
+    placed: collections.Counter[int] = collections.Counter()  # tasks so far, by node
+    for node in nodes:
+        host, _ = tasks_of_nodes[node]
+        places.append(TaskPlacement(node, host, placed[node]))
+        placed[node] += 1
+    return places
 
 
 def _nodes_of_tasks(
@@ -393,5 +422,7 @@ def _dealt(counts: list[int], at_once: int) -> list[int]:
 
     Args: counts: the number of tasks that each node gets in the end; a full node is skipped.
     """
-    turns = [(task // at_once, node) for node, count in enumerate(counts) for task in range(count)]
+    turns = []
+    for node, count in enumerate(counts):
+        turns += [(task // at_once, node) for task in range(count)]
     return [node for _, node in sorted(turns)]

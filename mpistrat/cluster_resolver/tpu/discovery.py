@@ -73,13 +73,17 @@ class _Found:
 
     def get(self, what: str) -> str:
         """Return the text of a fact, such as "worker id"; '' if the source does not have the fact."""
-        values = ((self._read(name) or "").strip() for name in self._names.get(what, ()))
-        return next(filter(None, values), "")
+        for name in self._names.get(what, ()):
+            text = (self._read(name) or "").strip()
+            if text:
+                return text
+        return ""
 
     def need(self, what: str) -> str:
         if not (value := self.get(what)):
+            names = " or ".join(self._names[what])
             raise NotFoundError(
-                f"no TPU found: {self._source} do not tell the {what} ({' or '.join(self._names[what])}). {_FIX}"
+                f"no TPU found: {self._source} do not tell the {what} ({names}). {_FIX}"
             )
         return value
 
@@ -144,7 +148,9 @@ def _found(environ: Environment) -> _Found:
         if name == ENDPOINTS:
             endpoints = attribute(name).split(",")
             return ",".join(endpoint.split(":", 2)[-1] for endpoint in endpoints)
-        return lines.get(name) if name.isupper() else attribute(name)
+        if name.isupper():
+            return lines.get(name)
+        return attribute(name)
 
     lines = parse_tpu_env(attribute(TPU_ENV))
     return _Found("the attributes of the metadata server", _METADATA, read)
@@ -158,4 +164,7 @@ def _found_once() -> _Found:
 def parse_tpu_env(text: str) -> dict[str, str]:
     """Return a dict of the lines KEY: 'value' in the metadata server's YAML text tpu-env. Other lines are skipped."""
     lines = re.findall(r"""^\s*([\w-]+)\s*:\s*(?:'(.*)'|"(.*)"|(.*?))\s*$""", text, re.MULTILINE)
-    return {key: single.replace("''", "'") or double or bare for key, single, double, bare in lines}
+    values = {}
+    for key, single, double, bare in lines:
+        values[key] = single.replace("''", "'") or double or bare
+    return values

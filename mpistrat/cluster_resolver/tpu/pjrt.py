@@ -153,9 +153,10 @@ def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
         worker = described.worker_id
         other = first_rank.setdefault(worker, rank)
         if worker_of_node.setdefault(node, worker) != worker:
+            ranks = topology.ranks_on_node(node)
+            workers = [slices[r].worker_id for r in ranks]
             raise TopologyError(
-                f"the ranks {topology.ranks_on_node(node)} run on one node, but their worker ids are "
-                f"{[slices[r].worker_id for r in topology.ranks_on_node(node)]}: {_FORWARDED}"
+                f"the ranks {ranks} run on one node, but their worker ids are {workers}: {_FORWARDED}"
             )
         if topology.node_of_rank[other] != node:
             raise TopologyError(
@@ -165,7 +166,9 @@ def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
 
 
 def _ranks_per_host(topology: Topology, tpu: TPUSlice) -> int:
-    counts = [len(topology.ranks_on_node(node)) for node in range(topology.num_nodes)]
+    nodes = topology.num_nodes
+    counts = [len(topology.ranks_on_node(node)) for node in range(nodes)]
+    kind = tpu.accelerator_type
     hosts = tpu.num_hosts
     units = tpu.units_per_host
     fix = f"start {hosts} ranks, one per host"
@@ -174,21 +177,22 @@ def _ranks_per_host(topology: Topology, tpu: TPUSlice) -> int:
         if units == tpu.chips_per_host:
             unit = "chip"
         fix += f", or {hosts * units}, one per {unit}"
-    if topology.num_nodes != hosts:
+    if nodes != hosts:
         raise ValueError(
-            f"{topology.size} ranks run on {topology.num_nodes} nodes, but a {tpu.accelerator_type} has {hosts} hosts: "
-            f"{fix}, on all of them"
+            f"{topology.size} ranks run on {nodes} nodes, but a {kind} has {hosts} hosts: {fix}, on all of them"
         )
-    if len(set(counts)) > 1 or counts[0] not in (1, units):
+    if set(counts) not in ({1}, {units}):
         raise ValueError(
-            f"{topology.size} ranks run as {counts} on the {hosts} hosts of a {tpu.accelerator_type} with "
+            f"{topology.size} ranks run as {counts} on the {hosts} hosts of a {kind} with "
             f"{tpu.chips_per_host} chips each: {fix}"
         )
     return counts[0]
 
 
 def _shown(described: TPUSlice) -> str:
+    hosts = bounds_text(described.host_bounds)
+    chips = bounds_text(described.chips_per_host_bounds)
     return (
-        f"a {described.accelerator_type} {described.name} (hosts {bounds_text(described.host_bounds)}, chips of each "
-        f"{bounds_text(described.chips_per_host_bounds)}, addresses {list(described.addresses)!r:.200})"
+        f"a {described.accelerator_type} {described.name} (hosts {hosts}, chips of each {chips}, addresses "
+        f"{list(described.addresses)!r:.200})"
     )

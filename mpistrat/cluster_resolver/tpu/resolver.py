@@ -157,7 +157,9 @@ class TPUClusterResolver(ClusterResolver):
     ) -> dict[str, int]:
         """Return {"TPU": number of XLA devices (cores) of this host}; 0 if "local" finds no TPU chip."""
         found = self.slice()
-        return {"TPU": found.cores_per_host if found else local_cores()}
+        if found:
+            return {"TPU": found.cores_per_host}
+        return {"TPU": local_cores()}
 
     def topology(self) -> Topology:
         """Return MPI's topology, because MPI numbers the ranks. The order of the slice's hosts has no effect."""
@@ -183,7 +185,9 @@ def _endpoints(tpu: str | Sequence[str] | None) -> list[str]:
 
 
 def _endpoint(address: str) -> str:
-    bare = address.strip().removeprefix(f"{_GRPC}://") if isinstance(address, str) else ""
+    bare = ""
+    if isinstance(address, str):
+        bare = address.strip().removeprefix(f"{_GRPC}://")
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::([0-9]{1,5}))?", bare)
     if not match or int(match[2] or _PORT) > 65535:
         raise ValueError(

@@ -44,25 +44,27 @@ class TPUSlice:
     project: str = ""
 
     def __post_init__(self) -> None:
-        expected = _possible_chips(self.accelerator_type)
-        chips = self.num_hosts * self.chips_per_host
+        kind = self.accelerator_type
+        hosts = self.num_hosts
+        addresses = self.addresses
+        expected = _possible_chips(kind)
+        chips = hosts * self.chips_per_host
         if chips not in expected:
             right = " or ".join(str(number) for number in expected)
             raise ValueError(
-                f"{self.accelerator_type} has {right} chips, but {self.num_hosts} hosts "
+                f"{kind} has {right} chips, but {hosts} hosts "
                 f"(bounds {bounds_text(self.host_bounds)}) of {self.chips_per_host} chips (bounds "
                 f"{bounds_text(self.chips_per_host_bounds)}) have {chips}: the bounds "
                 "of hosts times those of each host's chips must give the chips of the slice"
             )
-        if not 0 <= self.worker_id < self.num_hosts:
+        if not 0 <= self.worker_id < hosts:
             raise ValueError(
-                f"worker id {self.worker_id} is not one of the {self.num_hosts} hosts of a {self.accelerator_type}, "
-                f"0..{self.num_hosts - 1}"
+                f"worker id {self.worker_id} is not one of the {hosts} hosts of a {kind}, 0..{hosts - 1}"
             )
-        if len(self.addresses) != self.num_hosts and (self.addresses or self.num_hosts > 1):
+        if len(addresses) != hosts and (addresses or hosts > 1):
             raise ValueError(
-                f"{len(self.addresses)} addresses {list(self.addresses)!r:.200} for the {self.num_hosts} hosts of a "
-                f"{self.accelerator_type}: give one for each host, in the order of their worker ids"
+                f"{len(addresses)} addresses {list(addresses)!r:.200} for the {hosts} hosts of a "
+                f"{kind}: give one for each host, in the order of their worker ids"
             )
 
     @property
@@ -118,7 +120,9 @@ def bounds_of_type(accelerator_type: str) -> tuple[Bounds, Bounds] | None:
     if int(version) > 3:
         return None
     doublings = max(number // 8, 1).bit_length() - 1
-    return (2 ** (doublings // 2), 2 ** (doublings - doublings // 2), 1), (2, 2, 1)
+    of_shorter_side = doublings // 2
+    hosts = (2**of_shorter_side, 2 ** (doublings - of_shorter_side), 1)
+    return hosts, (2, 2, 1)
 
 
 def _parts(accelerator_type: str) -> tuple[str, str, int]:
