@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
 from mpistrat.cluster_resolver.slurm.job import SlurmJob
-from mpistrat.fault_tolerance.polling import keep_asking
 from mpistrat.fault_tolerance.signal_flag import SignalFlag
 from mpistrat.fault_tolerance.termination_config import TerminationConfig
 from mpistrat.machine.notices import tell
@@ -59,12 +58,19 @@ class AnnouncedEnd:
         self._grace_began: float | None = None
         self._signal = SignalFlag(config.signal_numbers())
         self._limit = TimeLimit(job, config.end_time) if keeps_time else TimeLimit(None)
-        self._is_near = threading.Event()  # set when the user's watcher has returned True
-        if config.termination_watcher_fn is not None:
+        is_near = self._is_near = threading.Event()  # set when the user's watcher has returned True
+        watcher = config.termination_watcher_fn
+        if watcher is not None:
+
+            def ask() -> bool:
+                if watcher():
+                    is_near.set()
+                return is_near.is_set()
+
             keep_asking(
                 self,
                 "mpistrat termination watcher",
-                functools.partial(_ask_watcher, config.termination_watcher_fn, self._is_near),
+                ask,
                 lambda: SECONDS_BETWEEN_POLLS,
                 "the termination watcher raised an error, and will be called again: {}".format,
             )
@@ -93,7 +99,9 @@ class AnnouncedEnd:
             if self._seconds_left() <= self._seconds_needed():
                 level = SAVE_AND_LEAVE
                 number = 0
-        return level << _LEVEL_SHIFT | number if level else 0
+        if level == NOTHING:
+            return 0
+        return level << _LEVEL_SHIFT | number
 
     def begin_grace(self) -> bool:
         """Start the grace period. Returns: True; False if it had begun already, and then nothing changes."""
@@ -114,9 +122,10 @@ class AnnouncedEnd:
         self._is_limit_known = True
         if meant > _PART_UNTIL_MEASURED * left:
             kept = self._seconds_needed()
+            to_train = max(left - kept, 0)
             tell(
                 f"warning: the time limit is near, in {left:.3g} s. {kept:.3g} s of these are kept for the last "
-                f"checkpoint, which leaves {max(left - kept, 0):.3g} s to train. Ask for a longer time limit, or set "
+                f"checkpoint, which leaves {to_train:.3g} s to train. Ask for a longer time limit, or set "
                 f"TerminationConfig(margin=...), which is {self._margin:g} s"
             )
 
@@ -145,13 +154,9 @@ def level_of(word: int) -> int:
 def reason_of(word: int) -> str:
     """Return a text with the reason in the ranks' greatest word: "SIGTERM has come", or "the end is near"."""
     number = word & (1 << _LEVEL_SHIFT) - 1
-    return f"{signal.Signals(number).name} has come" if number else "the end is near"
-
-
-def _ask_watcher(watcher: Callable[[], bool], is_near: threading.Event) -> bool:
-    if watcher():
-        is_near.set()
-    return is_near.is_set()
+    if number:
+        return f"{signal.Signals(number).name} has come"
+    return "the end is near"
 
 
 class StepTimes:
@@ -191,8 +196,11 @@ class TimeLimit:
     """
 
     def __init__(self, job: SlurmJob | None, end_time: float | None = None) -> None:
-        end = self._end = SimpleNamespace(time=math.inf if end_time is None else end_time)
-        if job is None or end_time is not None:
+        end = self._end = SimpleNamespace(time=math.inf)
+        if end_time is not None:
+            end.time = end_time
+            return
+        if job is None:
             return
 
         def ask() -> bool:
@@ -218,3 +226,39 @@ class TimeLimit:
     def seconds_left(self) -> float:
         """Return the seconds until the job is ended, negative after that; inf if no limit is known."""
         return self._end.time - time.time()
+
+
+def keep_asking(
+    owner: object,
+    name: str,
+    ask: Callable[[], bool],
+    pause: Callable[[], float],
+    explain: Callable[[str], str] | None,
+) -> None:
+    """Start a daemon thread that calls `ask` until it returns True, or until `owner` is garbage-collected.
+
+    Args:
+        owner: any object that can be weakly referenced.
+        name: name of the thread.
+        ask: function to call; it must not refer to `owner`. After an exception it is called again.
+        pause: returns the seconds until the next call.
+        explain: makes a line for stderr from the text of the first exception. Later exceptions print nothing; with
+            None the first one does not, either.
+    """
+    stop = threading.Event()
+    weakref.finalize(owner, stop.set)
+
+    def run() -> None:
+        explain_once = explain
+        while True:
+            try:
+                if ask():
+                    return
+            except Exception as error:  # any error: the next call may succeed
+                if explain_once is not None:
+                    tell(explain_once(f"{type(error).__name__}: {error}"))
+                    explain_once = None
+            if stop.wait(pause()):
+                return
+
+    threading.Thread(target=run, name=name, daemon=True).start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 from mpistrat import arrays, nest
@@ -22,7 +21,9 @@ class CommittedStates:
     @property
     def last(self) -> int | None:
         """The step that was committed last; None if no state is kept."""
-        return self._kept[-1][0] if self._kept else None
+        if self._kept:
+            return self._kept[-1][0]
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +32,9 @@ class CommittedStates:
         return sum(int(leaf.nbytes) for leaf in leaves if arrays.is_array(leaf))
 
     def keep(self, step: int, state: Any) -> None:
-        memory = self._kept.pop(0)[1] if len(self._kept) > 1 else None
+        memory = None
+        if len(self._kept) > 1:
+            memory = self._kept.pop(0)[1]
         self._kept.append((step, copied(state, memory)))
 
     def back_to(self, step: int | None) -> Any:
@@ -62,11 +65,14 @@ def copied(value: Any, memory: Any = None) -> Any:
     """
     if isinstance(value, dict):
         by_key = memory if isinstance(memory, dict) else {}
-        return {key: copied(part, by_key.get(key)) for key, part in value.items()}
+        copies = {}
+        for key, part in value.items():
+            copies[key] = copied(part, by_key.get(key))
+        return copies
     if type(value) in (list, tuple):
         known = memory if type(memory) is type(value) else ()
-        pairs = itertools.zip_longest(value, known[: len(value)])
-        return type(value)(copied(part, into) for part, into in pairs)
+        older = iter(known)
+        return type(value)(copied(part, next(older, None)) for part in value)
     if isinstance(value, (str, bytes, int, float, type(None))):
         return value
     if not arrays.is_array(value) or value.dtype == object:
@@ -80,4 +86,5 @@ def copied(value: Any, memory: Any = None) -> Any:
 
 def _layout(value: Any) -> tuple[Any, ...]:
     """Return (type, shape, dtype, device) of an array. With equal ones, an array fits into the other's memory."""
-    return type(value), *(getattr(value, name, None) for name in ("shape", "dtype", "device"))
+    attributes = [getattr(value, name, None) for name in ("shape", "dtype", "device")]
+    return type(value), *attributes

@@ -91,8 +91,9 @@ class DivergenceSentinel:
             >>> sentinel.words().shape  # the second backward() sends the digest
             (4,)
         """
-        due = (self._calls + 1) % self._every == 0
-        return self._compare().words if due else np.empty(0, np.int32)
+        if (self._calls + 1) % self._every == 0:
+            return self._compare().words
+        return np.empty(0, np.int32)
 
     def received(self, greatest: np.ndarray) -> None:
         """Count a call of `backward()`, and compare the digests if `words` has given one.

@@ -79,7 +79,9 @@ def run_elastic(
         if not is_integer(value) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r:.60}")
     over = MPIClusterResolver(comm).comm
-    survivors = None if over is None or over.Get_size() == 1 else _survivors_of(over)
+    survivors = None
+    if over is not None and over.Get_size() > 1:
+        survivors = _survivors_of(over)
     elastic = Elastic(over, survivors, min_replicas, steps_per_copy)
     if survivors is None:
         return train(elastic)
@@ -189,7 +191,11 @@ class Elastic:
         Raises: TooFewReplicasError on all ranks, if fewer than `min_replicas` replicas are left.
         """
         if self._replicas is not None and arguments.get("deterministic"):
-            rank, size = (self.comm.rank, self.comm.size) if self.comm else (0, 1)
+            rank = 0
+            size = 1
+            if self.comm:
+                rank = self.comm.rank
+                size = self.comm.size
             replicas = replicas_of(self._replicas, size)[rank]
             arguments["devices"] = [f"cpu:{i}" for i in range(replicas)]
         strategy = MultiWorkerMirroredStrategy(comm=self.comm, **arguments)
@@ -265,7 +271,8 @@ class Elastic:
         state = checkpoint.state_dict()
         if not self._num_kept:
             check_whole(state["common"])
-        ranks = {rank: pickle.dumps(part) for rank, part in state["ranks"].items()}
+        parts = state["ranks"]
+        ranks = {rank: pickle.dumps(part) for rank, part in parts.items()}
         survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})
         self._seconds.append(time.perf_counter() - started)

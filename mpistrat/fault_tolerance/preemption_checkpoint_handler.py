@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import os
 import sys
 import time
@@ -89,7 +87,7 @@ class PreemptionCheckpointHandler:
             raise NotImplementedError(_SERVERS)
         after_steps = _after_steps_of(self._manager.checkpoint)
         self._config = completed(termination_config, detect_platform())
-        self._communicator = extended.communicator
+        communicator = self._communicator = extended.communicator
         self._job = slurm_job()
         self._counter = _Counter()
         self._manager.checkpoint.objects[STEPS_OF_HANDLER] = self._counter
@@ -98,7 +96,7 @@ class PreemptionCheckpointHandler:
         # Once the last checkpoint is written: the message with which the program ends.
         self._saved: str | None = None
         self._is_over = False
-        self._end = AnnouncedEnd(self._config, self._job, keeps_time=self._communicator.rank == 0)
+        self._end = AnnouncedEnd(self._config, self._job, keeps_time=communicator.rank == 0)
         began = time.monotonic()
         restored = self._manager.restore_or_initialize()
         if restored is not None:  # the best estimate until a checkpoint is saved
@@ -109,8 +107,10 @@ class PreemptionCheckpointHandler:
         self._piggybacks.append(self._word)
         self._end.warn_if_near()
         self._is_called = False  # whether the program itself marks the ends of steps
-        self._count_steps = _step_counter_of(self._manager.checkpoint)
-        self._last_count = self._count_steps()
+        self._optimizer_steps = _optimizer_steps_of(self._manager.checkpoint)
+        self._last_count = 0
+        if self._optimizer_steps is not None:
+            self._last_count = self._optimizer_steps.count
         for methods in after_steps:
             methods[:] = [self._after_batch]  # the program need not keep the handler
 
@@ -163,7 +163,10 @@ class PreemptionCheckpointHandler:
         Called by: a distributed dataset inside `Strategy.replica()`, when the program asks for the next batch.
         """
         before = self._last_count
-        self._last_count = self._count_steps()
+        if self._optimizer_steps is None:
+            self._last_count += 1  # each batch is a step
+        else:
+            self._last_count = self._optimizer_steps.count
         if self._last_count != before and not self._is_called:
             self._finish_and_leave((), {})
 
@@ -193,7 +196,9 @@ class PreemptionCheckpointHandler:
             self._communicator.all_reduce(words, reducing("max", "end announced"))
             word = int(words[0])
         level = level_of(word)
-        if level == NOTHING or (level == SAVE and not self._end.begin_grace()):
+        if level == NOTHING:
+            return
+        if level == SAVE and not self._end.begin_grace():
             return
         seconds, what = self._save(args, kwargs)
         after = (
@@ -222,7 +227,9 @@ class PreemptionCheckpointHandler:
         self._manager.wait()  # until this save, perhaps with wait=False, or an earlier one is on disk
         seconds = self._longest_of_ranks(time.monotonic() - began)
         self._end.takes_to_save(seconds)
-        return seconds, f"{path} " if isinstance(path, str) else ""
+        if isinstance(path, str):
+            return seconds, f"{path} "
+        return seconds, ""
 
     def _longest_of_ranks(self, seconds: float) -> float:
         return max(self._communicator.all_gather_object(seconds, label="seconds of a checkpoint"))
@@ -280,20 +287,16 @@ class _Counter:
         self.calls = int(state["calls"])
 
 
-def _step_counter_of(checkpoint: Checkpoint) -> Callable[[], int]:
-    """Return a function that returns a count; if two calls give the same count, no step has ended between them.
-
-    If the checkpoint has an optimizer, it counts the steps of all optimizers. Otherwise each batch is a step, and the
-    function counts its own calls.
-    """
+def _optimizer_steps_of(checkpoint: Checkpoint) -> Any:
+    """Return the `optimizer_steps()` of this process; None if the checkpoint has no optimizer."""
     if sys.modules.get("torch") is not None:
         from torch.optim import Optimizer
 
         if any(isinstance(value, Optimizer) for value in checkpoint.objects.values()):
             from mpistrat.pytorch.hooks import optimizer_steps
 
-            return functools.partial(getattr, optimizer_steps(), "count")
-    return itertools.count().__next__
+            return optimizer_steps()
+    return None
 
 
 def _after_steps_of(checkpoint: Checkpoint) -> list[list[Callable[[], None]]]:
@@ -303,7 +306,7 @@ def _after_steps_of(checkpoint: Checkpoint) -> list[list[Callable[[], None]]]:
     """
     loaders = (DistributedDataset, DistributedIterator)
     found = [v.after_steps for v in checkpoint.objects.values() if isinstance(v, loaders)]
-    if [*itertools.chain(*found)]:
+    if any(found):
         raise ValueError(
             "a dataset of this checkpoint has a PreemptionCheckpointHandler already. That handler would save to its "
             "folder and end the program, before this one saves. Make one handler for each dataset"
@@ -330,7 +333,14 @@ def _manager_of(
 def _word_of(end: AnnouncedEnd) -> Callable[[], int]:
     """Return a function that calls `end.word()`. It holds `end` weakly, and returns 0 after `end` is gone."""
     reference = weakref.ref(end)
-    return lambda: 0 if (alive := reference()) is None else alive.word()
+
+    def word() -> int:
+        alive = reference()
+        if alive is None:
+            return 0
+        return alive.word()
+
+    return word
 
 
 class PiggybackedWord:

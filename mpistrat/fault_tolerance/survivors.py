@@ -100,6 +100,8 @@ class Survivors:
             a rank keeps no state.
         """
         lost: list[int] = []
+        if last is None:
+            last = _NONE
         while True:
             group = self._group
             group.revoke()
@@ -111,10 +113,12 @@ class Survivors:
             step = None
             with _passing_over_losses():
                 # Not allreduce: mpi4py sends it over a hidden duplicate, and nobody would revoke the duplicate.
-                step = min(self.comm.allgather(_NONE if last is None else last))
+                step = min(self.comm.allgather(last))
             # All must know the step. Else some ranks would shrink a communicator that others already use.
             if self.all_done(step is not None):
-                return lost, None if step == _NONE else step
+                if step == _NONE:
+                    step = None
+                return lost, step
 
     def end(self) -> None:
         """Stop looking for lost ranks, so that a rank that fails from now on ends the job. Called by: `run_elastic`."""

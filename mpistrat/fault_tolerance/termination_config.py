@@ -119,11 +119,13 @@ def completed(config: TerminationConfig | None, platform: PlatformDevice) -> Ter
     """Return a copy of `config` with the defaults of `platform` in place of None. `config` None is all defaults."""
     config = config or TerminationConfig()
     watcher, exit_fn, grace_period = _DEFAULTS[platform]
+    if config.grace_period is not None:
+        grace_period = config.grace_period
     return dataclasses.replace(
         config,
         termination_watcher_fn=config.termination_watcher_fn or watcher,
         exit_fn=config.exit_fn or exit_fn,
-        grace_period=grace_period if config.grace_period is None else config.grace_period,
+        grace_period=grace_period,
     )
 
 
@@ -133,11 +135,10 @@ def _number(name: str | int) -> int:
     Raises: ValueError if `name` is no signal, or a signal that no program can handle (SIGKILL, SIGSTOP).
     """
     try:
-        number = (
-            signal.Signals[f"SIG{name.removeprefix('SIG')}"]
-            if isinstance(name, str)
-            else signal.Signals(name)
-        )
+        if isinstance(name, str):
+            number = signal.Signals[f"SIG{name.removeprefix('SIG')}"]
+        else:
+            number = signal.Signals(name)
     except (KeyError, ValueError):
         raise ValueError(f"signals must be names or numbers of signals, got {name!r:.60}") from None
     if number in _NEVER_HANDLED:
