@@ -208,7 +208,8 @@ class TimeLimit:
             return False
 
         def pause() -> float:
-            return min(max((end.time - time.time()) / 10, SHORTEST_PAUSE), LONGEST_PAUSE)
+            tenth = (end.time - time.time()) / 10
+            return min(max(tenth, SHORTEST_PAUSE), LONGEST_PAUSE)
 
         def explain(error: str) -> str:
             return (

@@ -88,8 +88,9 @@ class ExitGroup:
         for calls in self.calls():
             call = calls.calls
             collective = calls.waiting_in
+            watch = calls.watch
             # Read last: each call sets it anew.
-            since = calls.watch.record.words[calls.watch.slot + SINCE]
+            since = watch.record.words[watch.slot + SINCE]
             lasted = (now - since) / 1e9
             if collective is None or not since or lasted < deadlines.RANK_IS_STUCK:
                 continue
@@ -97,7 +98,7 @@ class ExitGroup:
                 self._reported[calls.name] = call
                 stuck = True
                 where = f"{collective}\n      at {calls.called_at}"
-                raised = calls.watch.left_out
+                raised = watch.left_out
                 if calls.raising:
                     raised = told_of(calls.raising, MPI.COMM_WORLD.rank)
                 self._send(Waits(self._who, calls.name, call, where, raised))
@@ -106,9 +107,8 @@ class ExitGroup:
 
     def tell(self, message: Raise) -> None:
         """Send `message` to all other ranks of the group, unless the group has lost a rank. Does not wait."""
-        others = {*range(self._comm.size)} - {self._comm.rank}
-        for rank in sorted(others):
-            if not self.lost:
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank and not self.lost:
                 self._send(message, rank)
 
     def leave(self, end: ProgramExit) -> None:

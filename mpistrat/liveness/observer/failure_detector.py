@@ -183,6 +183,11 @@ class Wait:
         return [*self.inside]
 
     @property
+    def record(self) -> RankRecord:
+        """The record of one waiting rank."""
+        return self.waiting[0].record
+
+    @property
     def suspects(self) -> list[ObservedRank]:
         """The ranks of this node that may hold the others up: the missing ranks.
 
@@ -198,12 +203,13 @@ class Wait:
     @property
     def timeout(self) -> float:
         """The shortest time in seconds after which one of the waiting ranks itself raises an error; 0: never."""
-        return min((s.timeout for s in self.inside.values() if s.timeout), default=0.0)
+        timeouts = [slot.timeout for slot in self.inside.values() if slot.timeout]
+        return min(timeouts, default=0.0)
 
     @property
     def limit(self) -> float:
         """The seconds after which the observer reports the collective as a stall; 0: never."""
-        return self.waiting[0].record.limit_of(self.timeout)
+        return self.record.limit_of(self.timeout)
 
     @property
     def noticed(self) -> bool:
@@ -213,9 +219,13 @@ class Wait:
 
     def lasts(self) -> bool:
         """Whether one of the ranks in `inside` is still in this collective, by its present record."""
-        slots = [slot for rank in self.inside for slot in rank.record.slots()]
-        entered = {(slot.group, slot.calls) for slot in slots if slot.since}
-        return (self.slot.group, self.slot.calls) in entered
+        group = self.slot.group
+        call = self.slot.calls
+        for rank in self.inside:
+            for slot in rank.record.slots():
+                if slot.since and (slot.group, slot.calls) == (group, call):
+                    return True
+        return False
 
 
 def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
@@ -267,7 +277,10 @@ def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[
 
     Args: of_the_dead: also count ranks that died in a collective as waiting.
     """
-    return set().union(*(wait.missing for wait in waits(ranks, of_the_dead=of_the_dead)))
+    missing: set[ObservedRank] = set()
+    for wait in waits(ranks, of_the_dead=of_the_dead):
+        missing.update(wait.missing)
+    return missing
 
 
 class FailureDetector:
@@ -486,6 +499,8 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
 
 def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether two ranks made different numbers of calls on a communicator, or a rank is in a call, or died in one."""
-    calls = set().union(*(rank.calls.items() for rank in ranks))
+    calls: set[tuple[int, int]] = set()
+    for rank in ranks:
+        calls.update(rank.calls.items())
     numbers_differ = len(calls) > len(dict(calls))
     return numbers_differ or any(rank.inside for rank in ranks)

@@ -73,11 +73,12 @@ class NodeRecords:
             ranks: the group's ranks, as numbers in the job.
             name: the group's name, the same on all its ranks.
         """
-        slot = self.record.new_slot(_hash(name), len(ranks), ranks[0])
+        group = _hash(name)
+        slot = self.record.new_slot(group, len(ranks), ranks[0])
         if slot is None:  # the record has no free slot: nobody observes the group
             return dataclasses.replace(watch, record=_start(RankRecord(None)), slot=-1, peers=None)
         with contextlib.suppress(OSError):  # the record is in no folder
-            note_members(self.record.folder, _hash(name), ranks)
+            note_members(self.record.folder, group, ranks)
         return dataclasses.replace(watch, record=self.record, slot=slot, peers=None)
 
     def see_each_other(self, node: MPI.Intracomm, record: RankRecord) -> bool:

@@ -243,7 +243,7 @@ class Observer:
             if 0 < wait.limit < overdue:
                 text = self._compose(self._stall_report, wait, waited)
                 if wait.lasts():
-                    self._report(text, wait.waiting[0].record.on_stall, 1, wait.slot.group)
+                    self._report(text, wait.record.on_stall, 1, wait.slot.group)
                 return
             if wait.timeout and not wait.noticed:
                 self._notice_wait(wait, waited, overdue)
@@ -258,7 +258,7 @@ class Observer:
             waited: how long the ranks have waited, in seconds.
             overdue: `waited`, less 4 s if another node is to report.
         """
-        limit = wait.waiting[0].record.limit
+        limit = wait.record.limit
         passed = overdue > wait.timeout
         is_long = not self._has_noticed_wait and 0 < limit < overdue
         if not (passed or is_long):
@@ -275,11 +275,11 @@ class Observer:
                 rank.record.noticed = slot.entry
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
-        accounts = self._ask_other_nodes(wait)
+        slot = wait.slot
         missing: list[int] = []
         lines: list[str] = []
-        for other in accounts:
-            missing += other.missing(wait.slot.group, wait.slot.calls, wait.members)
+        for other in self._ask_other_nodes(wait):
+            missing += other.missing(slot.group, slot.calls, wait.members)
             lines += other.lines
         return report.stall_report(self._detector.going_on, wait, waited, missing, lines)
 
@@ -288,7 +288,7 @@ class Observer:
             return []
         path = self._folder.path
         forget_accounts(path)
-        wait.waiting[0].record.ask = 1
+        wait.record.ask = 1
         soon(lambda: find_accounts(path) is not None, deadlines.OBSERVER_WAITS_FOR_OTHER_NODES)
         return find_accounts(path) or []
 

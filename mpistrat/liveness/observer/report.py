@@ -73,7 +73,7 @@ def stall_report(
 
 def _limit_of(wait: Wait) -> tuple[str, str]:
     """Return two texts: the limit that has passed, and the setting that allows more time."""
-    limit = wait.waiting[0].record.limit
+    limit = wait.record.limit
     if wait.limit != limit or 0 < wait.timeout <= limit:
         return f"the timeout of their group is {wait.timeout:g} s", "a longer timeout= of the group"
     return f"MPISTRAT_STALL_SECONDS allows {limit:g} s", "MPISTRAT_STALL_SECONDS=N (0: no limit)"
@@ -280,12 +280,13 @@ def _stack(rank: ObservedRank, request: StackRequest) -> list[str]:
 def _of_the_program(frames: list[str]) -> list[str]:
     """Return the frames, the innermost first, without the outer frames of `mpistrat run`, if it started the program."""
     end = f" in {_STARTS_PROGRAMS}"
-    starts = (number for number, frame in enumerate(frames) if frame.endswith(end))
-    inner = frames[: next(starts, None)]
-    is_started = len(inner) < len(frames)
-    while is_started and inner and _RUNPY.search(inner[-1]):
-        del inner[-1]
-    return inner
+    for number, frame in enumerate(frames):
+        if frame.endswith(end):
+            inner = frames[:number]
+            while inner and _RUNPY.search(inner[-1]):
+                del inner[-1]
+            return inner
+    return frames
 
 
 def _spoken_at_death(rank: ObservedRank) -> list[str]:

@@ -109,10 +109,12 @@ class FailureLog:
         """
         with self._locked() as file:
             self._note(file, _FAILED, error)
-        soon(functools.partial(self._is_said, error), max(patience, self._patience))
+        patience = max(patience, self._patience)
+        soon(functools.partial(self._is_said, error), patience)
         with self._locked() as file:
             if not self._is_said(error):
-                say(error.rpartition(".")[2] in str(self._entries(_SAID)))
+                frames = error.rpartition(".")[2]
+                say(frames in str(self._entries(_SAID)))
                 self._note(file, _SAID, error)
 
     def sum_up(self, last_line: str = "") -> str:

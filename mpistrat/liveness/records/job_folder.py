@@ -22,6 +22,7 @@ from mpistrat.machine.private_files import create, make_folder, private
 
 SHARED_MEMORY = "/dev/shm"
 _LOCK = ".lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW
 _MAPPINGS = "mappings-"
 _RECORD = "rank-"
 
@@ -147,8 +148,7 @@ class JobFolder:
         Raises: OSError if the folder has no lock file.
         """
         self.path = path
-        flags = os.O_RDWR | os.O_NOFOLLOW
-        self._lock = os.open(path + _LOCK, flags)
+        self._lock = os.open(path + _LOCK, _LOCK_FLAGS)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def leave(self) -> None:
@@ -181,8 +181,7 @@ class JobFolder:
     @classmethod
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            made = os.open(path + _LOCK, flags, 0o600)
+            made = os.open(path + _LOCK, _LOCK_FLAGS | os.O_CREAT, 0o600)
             os.close(made)
             # The lock file is gone if a cleaner has removed it before we locked it.
             with contextlib.suppress(FileNotFoundError):
@@ -316,7 +315,7 @@ def _is_process_of_ours(pid: str) -> bool:
 
 def _remove_if_abandoned(path: str) -> bool:
     with contextlib.suppress(OSError):
-        file = os.open(path + _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        file = os.open(path + _LOCK, _LOCK_FLAGS)
         try:
             owner = os.fstat(file).st_uid
             is_free = owner == os.getuid() and lock(file)
