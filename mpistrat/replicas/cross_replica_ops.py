@@ -50,46 +50,25 @@ class RankReducers:
         if max(counts) > 1:
             self.of_plain = OrderedAllReduce(communicator, (1,) * communicator.size, options)
 
-    def reduce_each(
-        self, values: Mapping[int, Any], reduce: Callable[[MpiAllReduce, list[int]], list[Any]]
-    ) -> dict[int, Any]:
-        """Reduce `values`: plain values by `of_plain`, distributed values by `of_replicas`.
-
-        Called by: every rank.
-        Args: reduce: called at most once for each reducer. `reduce(reducer, keys)` returns a list: the results for the
-            values with these `keys`, in their order.
-        Returns: the results, by the keys of `values`.
-        """
-        plain = self._plain(values) if values else []
-        results: dict[int, Any] = {}
-        wrapped = sorted(values.keys() - plain)
-        for reducer, chosen in ((self.of_replicas, wrapped), (self.of_plain, plain)):
-            if chosen:
-                results.update(zip(chosen, reduce(reducer, chosen), strict=True))
-        return results
-
-    def _plain(self, values: Mapping[int, Any]) -> list[int]:
-        """Return the keys of plain values; [] if `of_replicas` reduces plain values, too. Called by: every rank.
+    def assigned(self, values: Mapping[int, Any]) -> list[tuple[MpiAllReduce, list[int]]]:
+        """Return pairs of a reducer and the keys of the `values` that it is to reduce, distributed values first.
 
         Ranks must agree on the keys. On a rank with one replica, `run` returns plain values, too; so if ranks have
         different numbers of replicas, the first rank with the most replicas decides.
+
+        Called by: every rank.
         """
-        if self.of_plain is self.of_replicas:
-            return []
-        plain = [i for i, value in values.items() if not isinstance(value, DistributedValues)]
-        most = max(self._counts)
-        if min(self._counts) < most:
-            plain = self._communicator.broadcast_object(
-                plain, root=self._counts.index(most), label="which values are plain"
-            )
-        return plain
-
-
-def is_copy_per_replica(value: DistributedValues) -> bool:
-    """Whether all components of `value` are equal: it is a `Mirrored`, or a variable but no SyncOnReadVariable."""
-    if isinstance(value, Variable):
-        return not isinstance(value, SyncOnReadVariable)
-    return isinstance(value, Mirrored)
+        plain: list[int] = []
+        if values and self.of_plain is not self.of_replicas:
+            plain = [key for key in values if not isinstance(values[key], DistributedValues)]
+            most = max(self._counts)
+            if min(self._counts) < most:
+                plain = self._communicator.broadcast_object(
+                    plain, root=self._counts.index(most), label="which values are plain"
+                )
+        distributed = sorted(values.keys() - plain)
+        pairs = [(self.of_replicas, distributed), (self.of_plain, plain)]
+        return [(reducer, keys) for reducer, keys in pairs if keys]
 
 
 def reduce_equal(op: ReduceOp, value: Any) -> Any:
@@ -106,9 +85,10 @@ def reduce_equal(op: ReduceOp, value: Any) -> Any:
         raise AssertionError(
             f"{op.name} of a mirrored value would count it once per replica; got {value!r:.80}"
         )
-    number = arrays.is_number(value)
-    if (number or arrays.is_array(value)) and not (arrays.as_array(value) != _NEUTRAL[op]).any():
-        return value  # any number of copies gives the same result
+    if arrays.is_number(value) or arrays.is_array(value):
+        changes_with_copies = arrays.as_array(value) != _NEUTRAL[op]
+        if not changes_with_copies.any():
+            return value
     raise ValueError(
         f"{op.name} needs a value per replica, as run returns it: a plain value might be meant to count "
         f"once, or once per replica; got {value!r:.80}"
@@ -174,8 +154,10 @@ class CrossReplicaOps:
 
         Raises: ValueError if a distributed value has another number of components than this rank has replicas.
         """
-        if self._take_apart is not None and (parts := self._take_apart(value)) is not None:
-            return parts
+        if self._take_apart is not None:
+            parts_of_cores = self._take_apart(value)
+            if parts_of_cores is not None:
+                return parts_of_cores
         if not isinstance(value, DistributedValues):
             return (value,) * self.num_local_replicas
         components = value.values
@@ -197,12 +179,14 @@ class CrossReplicaOps:
         Returns: a result for each leaf, in the leaves' order; for arrays on several devices, a `Mirrored`.
         Raises: InvalidArgumentError, if the calls of this rank's replicas differ in operation or structure.
         """
-        if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
+        signatures = {(call.op, call.label, len(call.leaves)) for call in calls}
+        if len(signatures) > 1:
             text = f"the all_reduce calls of the replicas differ; got {by_owner(calls, str)}"
             self.communicator.raise_together(InvalidArgumentError(text))
         op = calls[0].op
         label = calls[0].label
-        values = list(zip(*(call.leaves for call in calls), strict=True))
+        leaves_of_replicas = [call.leaves for call in calls]
+        values = list(zip(*leaves_of_replicas, strict=True))
         if self.custom is not None and op.adds_up:
             pairs = []
             with self.communicator.raising_together():
@@ -212,7 +196,7 @@ class CrossReplicaOps:
             return self.batch_reduce(op, pairs, options)
         reduced = self.over_ranks.all_reduce(op, values, options, label)
         return [
-            total if arrays.is_number(total) else place(total, PerReplica(value))
+            _array_placed(total, PerReplica(value))
             for total, value in zip(reduced, values, strict=True)
         ]
 
@@ -229,10 +213,7 @@ class CrossReplicaOps:
         if axis is not None:
             return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
         if self.num_replicas == 1:
-            return [
-                arrays.detach_read(accumulation.of_one_replica(op, first_component(leaf)))
-                for leaf in flat
-            ]
+            return [arrays.detach_read(of_one_replica(op, first_component(leaf))) for leaf in flat]
         results: dict[int, Any] = {}
         components: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
@@ -241,11 +222,11 @@ class CrossReplicaOps:
                     results[i] = arrays.detach_read(reduce_equal(op, leaf))
                 else:
                     components[i] = self._components_of_rank(leaf)
-
-        def over_ranks(reducer: MpiAllReduce, chosen: list[int]) -> list[Any]:
-            return reducer.all_reduce(op, [components[i] for i in chosen], label=label)
-
-        results.update(self._reducers.reduce_each({i: flat[i] for i in components}, over_ranks))
+        unequal = {i: flat[i] for i in components}
+        for reducer, chosen in self._reducers.assigned(unequal):
+            operands = [components[i] for i in chosen]
+            reduced = reducer.all_reduce(op, operands, label=label)
+            results.update(zip(chosen, reduced, strict=True))
         return [results[i] for i in range(len(flat))]
 
     def _reduce_axis(
@@ -268,37 +249,38 @@ class CrossReplicaOps:
             reduced = self.over_ranks.all_reduce(
                 ReduceOp.SUM, parts + counts, label=f"mean {label}"
             )
-            count = len(flat)
-            pairs = zip(reduced[:count], reduced[count:], strict=True)
-            totals = [arrays.true_divide(total, int(elements)) for total, elements in pairs]
+            totals = []
+            for total, elements in zip(reduced[: len(flat)], reduced[len(flat) :], strict=True):
+                totals.append(arrays.true_divide(total, int(elements)))
         return accumulation.narrowed(self.communicator, totals, values)
 
     def _components_of_rank(self, value: Any) -> tuple[Any, ...]:
         """Return the value's components on this rank, as `components` does, but a plain value only once."""
-        return self.components(value) if isinstance(value, DistributedValues) else (value,)
+        if isinstance(value, DistributedValues):
+            return self.components(value)
+        return (value,)
 
     def _is_equal_everywhere(self, value: Any) -> bool:
         """Whether `value` can be reduced without other ranks: a mirrored value, or a plain value of the only rank."""
-        if isinstance(value, DistributedValues):
-            return is_copy_per_replica(value)
-        return self.communicator.size == 1
+        if not isinstance(value, DistributedValues):
+            return self.communicator.size == 1
+        if isinstance(value, Variable):
+            return not isinstance(value, SyncOnReadVariable)
+        return isinstance(value, Mirrored)
 
     def reduce_to(
         self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
     ) -> Any:
         if self.num_replicas == 1:
-            return accumulation.of_one_replica(op, first_component(value))
+            return of_one_replica(op, first_component(value))
         with self.communicator.raising_together():
             check_destinations(destinations)
             if self._is_equal_everywhere(value):
                 return place(reduce_equal(op, value), destinations)
             components = self._components_of_rank(value)
-
-        def over_ranks(reducer: MpiAllReduce, chosen: list[int]) -> list[Any]:
-            return reducer.all_reduce(op, [components], options)
-
-        reduced = self._reducers.reduce_each({0: value}, over_ranks)[0]
-        return reduced if arrays.is_number(reduced) else place(reduced, destinations)
+        ((reducer, _),) = self._reducers.assigned({0: value})
+        (reduced,) = reducer.all_reduce(op, [components], options)
+        return _array_placed(reduced, destinations)
 
     def batch_reduce(
         self,
@@ -317,12 +299,11 @@ class CrossReplicaOps:
             firsts = [[first_component(value)] for value, _ in pairs]
             if not accumulation.narrow_dtypes(firsts):
                 return self._batch_reduce_by(self.custom, op, pairs, options)
-
-        def over_ranks(reducer: MpiAllReduce, chosen: list[int]) -> list[Any]:
-            return reducer.batch_reduce(op, [pairs[i] for i in chosen], options)
-
         values = {i: value for i, (value, _) in enumerate(pairs)}
-        results = self._reducers.reduce_each(values, over_ranks)
+        results: dict[int, Any] = {}
+        for reducer, chosen in self._reducers.assigned(values):
+            reduced = reducer.batch_reduce(op, [pairs[i] for i in chosen], options)
+            results.update(zip(chosen, reduced, strict=True))
         return [results[i] for i in values]
 
     def _batch_reduce_by(
@@ -341,7 +322,10 @@ class CrossReplicaOps:
         totals = self.over_ranks.all_reduce(ReduceOp.SUM, values, options)
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
-        return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
+        placed = []
+        for total, (_, destinations) in zip(totals, pairs, strict=True):
+            placed.append(place(total, destinations))
+        return placed
 
     def gather(self, value: Any, axis: int, label: str = "") -> Any:
         """Return `value` of all replicas, concatenated along `axis` in replica order, for `Strategy.gather`.
@@ -351,12 +335,15 @@ class CrossReplicaOps:
         Called by: every rank.
         Args: label: describes the structure that `value` is a leaf of.
         """
-        if self.num_replicas > 1 and (self.communicator.size > 1 or isinstance(value, PerReplica)):
+        may_differ = self.communicator.size > 1 or isinstance(value, PerReplica)
+        if self.num_replicas > 1 and may_differ:
             return self._join(value, axis, None, label)
         if self.num_local_replicas > 1:
             accumulation.check_no_slices(value)
         only = first_component(value)
-        return accumulation.as_dense(only) if isinstance(only, IndexedSlices) else only
+        if isinstance(only, IndexedSlices):
+            only = accumulation.as_dense(only)
+        return only
 
     def all_gather(
         self, components: Sequence[Any], axis: int, options: CommunicationOptions | None, label: str
@@ -426,9 +413,17 @@ def from_first_replica(communicator: Communicator, value: Any, label: str) -> An
     if isinstance(value, IndexedSlices) or arrays.is_number(value):
         return communicator.broadcast_object(value, label=label)
     with communicator.raising_together():
-        host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
+        array = arrays.as_array(arrays.detach_read(value))
+        host = arrays.copy(arrays.to_host(array))
     communicator.broadcast(host, label=label)
     return arrays.to_device_of(host, value)
+
+
+def _array_placed(value: Any, destinations: Any) -> Any:
+    """Return an array as `place` does, and a Python number as it is."""
+    if arrays.is_number(value):
+        return value
+    return place(value, destinations)
 
 
 def _sums_and_counts(

@@ -31,7 +31,9 @@ class _DifferentiableAllReduce(torch.autograd.Function):
         context, op, options, label = ctx.call
         check_device(context, upstream)
         # With this label, ranks that differentiate unequally often get an error.
-        label = "gradient of " + (label if label.startswith("gradient of ") else "all_reduce")
+        if not label.startswith("gradient of "):
+            label = "all_reduce"
+        label = "gradient of " + label
         gradients = _DifferentiableAllReduce.apply(context, op, options, label, *upstream)
         return None, None, None, None, *gradients
 
@@ -50,7 +52,9 @@ class DifferentiableAllGather(torch.autograd.Function):
         starts = (sizes.cumsum(0) - sizes).to(replica_id.device)
         first = starts.index_select(0, replica_id.reshape(1))
         ctx.call = (context, axis, options, first, value.shape[axis])
-        return gathered if extended.num_replicas_in_sync > 1 else gathered.clone()
+        if extended.num_replicas_in_sync == 1:
+            return gathered.clone()  # of `value` itself: autograd needs another tensor
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, upstream: Any) -> Any:
@@ -69,7 +73,8 @@ def check_device(context: AnyReplicaContext, gradients: Sequence[Any]) -> None:
     Autograd runs the backwards of all replicas of a rank on one thread per GPU, so there one replica cannot wait for
     another.
     """
-    if context.strategy.extended.replicas.count > 1 and any(map(arrays.is_on_gpu, gradients)):
+    replicas = context.strategy.extended.replicas
+    if replicas.count > 1 and any(arrays.is_on_gpu(gradient) for gradient in gradients):
         raise RuntimeError(
             "the gradient of a collective between several replicas of one rank on a GPU is not supported;"
             " start one rank per replica"

@@ -16,7 +16,8 @@ class FirstStepNotice:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._is_told = group.communicator.size == 1 or group.communicator.rank != 0
+        communicator = group.communicator
+        self._is_told = communicator.size == 1 or communicator.rank != 0
 
     def at_step(self, examples: StepExamples | None, batch_size: int | None = None) -> None:
         """Print the notice, if this is the strategy's first step. Not collective.
@@ -36,11 +37,16 @@ class FirstStepNotice:
             return
         self._is_told = True
         text = ranks_and_nodes(self._group.topology)
-        batch = 0 if examples is None else batch_size or int(examples[-1])
+        batch = 0
+        if examples is not None:
+            batch = batch_size or int(examples[-1])
         if batch:
             replicas = self._group.num_replicas_in_sync
             most = -(-batch // replicas)  # as `input.splitting.slice_bounds` cuts it
-            sizes = Counter(min(most, max(0, batch - most * i)) for i in range(replicas))
+            sizes: Counter[int] = Counter()
+            for replica in range(replicas):
+                left = max(0, batch - most * replica)
+                sizes[min(most, left)] += 1
             parts = []
             for size, number in sizes.items():
                 part = f"{size}"

@@ -1,9 +1,9 @@
-"""Records how many examples each step had that the program got. Losses are averaged by these numbers."""
+"""Records the steps that loaders have given, and the arrays that were sharded. Losses are averaged by their sizes."""
 
 from __future__ import annotations
 
-import operator
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,9 +91,6 @@ class GivenSteps:
         distributed: whether a distributed dataset has given a step, or values were distributed or sharded.
     """
 
-    # Kept in the class, because `_forget` may be called while Python ends, when modules have lost their names.
-    _order_of = staticmethod(operator.attrgetter("order"))
-
     def __init__(self, num_replicas: int, num_ranks: int, is_first_rank: bool) -> None:
         self._num_replicas = num_replicas
         self._num_ranks = num_ranks
@@ -135,9 +132,10 @@ class GivenSteps:
             iteration.training = examples
             iteration.order = self._order
             if examples is not None:
+                size = int(examples[-1])
                 iteration.since += 1
-                iteration.recent.add(int(examples[-1]))
-                iteration.sizes.add(int(examples[-1]))
+                iteration.recent.add(size)
+                iteration.sizes.add(size)
         elif examples is not None:
             self._left_uneven |= bool(examples[-1] % self._num_replicas)
         self._keep([*kept, iteration])
@@ -154,8 +152,13 @@ class GivenSteps:
         for left in {*self.iterations}.difference(iterations):
             self._left_uneven |= self._is_uneven(left.sizes)
         self.iterations = iterations
-        order = self._order_of
-        self._last = last = max(filter(order, iterations), key=order, default=None)
+        last = None
+        order = 0
+        for iteration in iterations:
+            if iteration.order > order:
+                last = iteration
+                order = last.order
+        self._last = last
         self.examples = iterations[-1].examples if iterations else None
         self.examples_with_gradients = self.examples if last is None else last.training
 
@@ -175,8 +178,9 @@ class GivenSteps:
 
     def _forget(self, iterator: weakref.ref[Any]) -> None:
         last = self.iterations[-1]
-        stays = last.is_only and last.iterator is iterator
-        self._keep([i for i in self.iterations if i.iterator is not iterator or stays])
+        if last.is_only and last.iterator is iterator:
+            return  # a step from `next(iter(loader))` counts longer than its iterator lives
+        self._keep([i for i in self.iterations if i.iterator is not iterator])
 
     def begin_backward(self, *, weighs: bool) -> StepExamples | None:
         """Begin a backward, and return the numbers of examples by which the replicas' losses count.
@@ -271,10 +275,73 @@ class GivenSteps:
 
     def has_given(self, size: int) -> bool:
         """Whether the last step of any of the iterators has `size` examples over all replicas."""
-        return any(i.examples is not None and i.examples[-1] == size for i in self.iterations)
+        for iteration in self.iterations:
+            examples = iteration.examples
+            if examples is not None and examples[-1] == size:
+                return True
+        return False
 
     def tell_once(self, text: str) -> None:
         """Let rank 0 say `text`, once for each text."""
         if self._is_first_rank and text not in self._said:
             tell(text)
         self._said.add(text)
+
+
+class ShardedArrays:
+    """Records the arrays that `Strategy.shard` has cut on this rank, to warn of parts with wrong weights in the loss.
+
+    The size of a part does not say how large the whole array is.
+
+    Args:
+        tell_once: lets rank 0 print a text, once.
+
+    Attributes:
+        count: number of calls of `shard` inside `replica()` while gradients were on.
+        first: checksum of the arrays of the first of these calls; 0 once the ranks have compared it.
+        cuts: (size of this replica's part, size of the whole, dimension) of each array that was cut since the last
+            backward, while gradients were on. Arrays as long as a loader's step are left out.
+    """
+
+    def __init__(self, num_replicas: int, tell_once: Callable[[str], None]) -> None:
+        self._num_replicas = num_replicas
+        self._tell_once = tell_once
+        self.count = self.first = 0
+        self.cuts: set[tuple[int, int, int]] = set()
+
+    def compared(self, *, same: bool) -> None:
+        """Record that the ranks have compared `first`, as they do in a reduction of gradients.
+
+        Args: same: whether `first` was equal on all ranks. If False, rank 0 warns, once, of different arrays.
+        """
+        self.first = 0
+        if not same:
+            self._tell_once(
+                "shard: the ranks have given it different arrays, and each rank has taken a part of its own array. If "
+                "the arrays are random numbers, seed them alike on every rank (torch.manual_seed). If each rank is to "
+                "have data of its own, leave shard out"
+            )
+
+    def combine(self, *, alike: bool) -> None:
+        """Record that a backward combines the gradients of all parts, and forget the cuts.
+
+        Args: alike: whether all replicas' losses get equal weights, whatever the sizes of their parts. If so, rank 0
+            warns of parts of different sizes.
+        """
+        if alike:
+            self.tell_of_uneven()
+        self.cuts.clear()
+
+    def tell_of_uneven(self, part: int | None = None) -> None:
+        """Let rank 0 warn, once, if the replicas' parts of a cut array differ in size.
+
+        Callers know that all replicas' losses get equal weights, so examples in smaller parts weigh more.
+        Args: part: look only at cuts that gave this replica a part of this size; None: at all `cuts`.
+        """
+        for length, size, dim in self.cuts:
+            if size % self._num_replicas and part in (None, length):
+                self._tell_once(
+                    f"shard: dimension {dim}, of size {size}, does not divide by {self._num_replicas} replicas. A mean "
+                    "over a part gives the examples of short parts more weight; choose a size that divides, or scale "
+                    "the loss with compute_average_loss(per_example_loss, global_batch_size=...)"
+                )

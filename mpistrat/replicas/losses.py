@@ -56,13 +56,14 @@ def compute_average_loss(
         )
     if sample_weight is not None:
         weight = arrays.as_operand(sample_weight)
-        if tuple(weight.shape) != tuple(loss.shape[: weight.ndim]):
+        shape = tuple(weight.shape)
+        if shape != tuple(loss.shape[: weight.ndim]):
             raise ValueError(
                 "sample_weight must have per_example_loss's shape or its first dimensions, got "
-                f"{list(weight.shape)} for losses of shape {list(loss.shape)}"
+                f"{list(shape)} for losses of shape {list(loss.shape)}"
             )
         ones = (1,) * (loss.ndim - weight.ndim)
-        loss = loss * weight.reshape(tuple(weight.shape) + ones)
+        loss = loss * weight.reshape(shape + ones)
     size = global_batch_size
     num_examples = loss.shape[0]
     if size is None:
@@ -112,7 +113,10 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
 def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess: bool) -> None:
     """Choose the sum of gradients for a loss that was divided by `size`, and warn if `size` looks wrong.
 
-    While torch.compile compiles, `size` is not looked at, because the compiled graph serves batches of many sizes.
+    Rank 0 warns, once, if `size` is the size of one replica's part, and not of the whole: of the global batch of a
+    loader's step, or of an array that `Strategy.shard` has cut. Any other `size` is the program's choice: it may
+    accumulate gradients, or scale by the step of another loader. While torch.compile compiles, `size` is not looked at,
+    because the compiled graph serves batches of many sizes.
 
     Args:
         num_examples: number of examples of the loss.
@@ -124,24 +128,18 @@ def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess:
     extended = get_strategy().extended
     is_compiling = torch.compiler.is_compiling()
     choose_sum(contradicts_mean, extended.modules.rule.name, is_compiling and is_guess)
-    if not is_compiling and extended.modules.rule.chosen != "mean":
-        _tell_of_size(extended, num_examples, size)
-
-
-def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
-    """Let rank 0 warn, once, if the loss was divided by `size`, the size of one replica's part, and not of the whole.
-
-    The whole is the global batch of a loader's step, or an array that `Strategy.shard` has cut. Any other `size` is the
-    program's choice: it may accumulate gradients, or scale by the step of another loader.
-    """
+    if is_compiling or extended.modules.rule.chosen == "mean":
+        return
     steps = extended.given_steps
     cuts = extended.sharded.cuts
     replicas = extended.num_replicas_in_sync
     totals = {whole for part, whole, _ in cuts if part == num_examples}
+    parts: list[int] = []  # of the last step
     examples = steps.examples_with_gradients
-    *parts, total = [0] if examples is None else examples.tolist()
-    if num_examples in parts:
-        totals.add(total)
+    if examples is not None:
+        *parts, whole = examples.tolist()
+        if num_examples in parts:
+            totals.add(whole)
     if len(totals) == 1 and not steps.has_given(size):
         (total,) = totals
         if size == num_examples * replicas:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -75,8 +74,9 @@ class RankMethods:
         torch = sys.modules.get("torch")
         if torch is None:
             return name
-        # The number in "cpu:1" is a replica's. A tensor's device is "cpu" without a number.
-        return torch.device("cpu" if name.startswith("cpu:") else name)
+        if name.startswith("cpu:"):  # the number is a replica's; a tensor's device has none
+            name = "cpu"
+        return torch.device(name)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Call `print(*args, **kwargs)` on rank 0, there for the first replica only; do nothing elsewhere.
@@ -91,7 +91,11 @@ class RankMethods:
 
     def barrier(self) -> None:
         """Wait until every rank has called this method. Inside `run`, every replica calls it."""
-        self._together("barrier", operator.methodcaller("barrier", label="barrier()"))
+
+        def wait(communicator: Communicator) -> None:
+            communicator.barrier(label="barrier()")
+
+        self._together("barrier", wait)
 
     def broadcast_object(self, value: Any = None) -> Any:
         """Return rank 0's `value` on every rank. The `value` of other ranks is ignored.
@@ -110,10 +114,15 @@ class RankMethods:
         def broadcast(communicator: Communicator) -> Any:
             if communicator.size == 1:
                 return value
+            is_root = communicator.rank == 0
+            pickled = b""
             with communicator.raising_together():
-                pickled = pickle.dumps(value) if communicator.rank == 0 else b""
+                if is_root:
+                    pickled = pickle.dumps(value)
             pickled = communicator.broadcast_object(pickled, label="broadcast_object()")
-            return value if communicator.rank == 0 else pickle.loads(pickled)
+            if is_root:
+                return value
+            return pickle.loads(pickled)
 
         return self._together("broadcast_object", broadcast)
 
@@ -144,7 +153,7 @@ class RankMethods:
                 f"first_rank_first was called inside run on rank {self.rank}, whose replicas take turns: none of them "
                 "could wait for the first rank while the others run. Call it outside run"
             )
-        goes_first = (self.local_rank if per_node else self.rank) == 0
+        goes_first = self.local_rank == 0 if per_node else self.is_first
         if goes_first:
             try:
                 yield
@@ -156,9 +165,10 @@ class RankMethods:
         failures = self._hear_of_first(None)
         for rank, failure in enumerate(failures):
             if failure is not None:
+                reaction = "has left" if goes_first else "does not enter"
                 raise RuntimeError(
                     f"rank {rank} failed in the block of first_rank_first, which rank {self.rank} "
-                    f"{'has left' if goes_first else 'does not enter'}: {failure}"
+                    f"{reaction}: {failure}"
                 )
         if not goes_first:
             yield
@@ -172,14 +182,14 @@ class RankMethods:
 
         def gather(communicator: Communicator) -> list[str | None]:
             watch = communicator.contract.watch
-            with watch.waiting(_SECONDS_ALONE) if watch else contextlib.nullcontext():
+            time_limit = watch.waiting(_SECONDS_ALONE) if watch else contextlib.nullcontext()
+            with time_limit:
                 return communicator.all_gather_object(
                     failure,
                     label="the end of first_rank_first's block, which must not wait for other ranks",
                 )
 
-        gathered: list[str | None] = self._together("first_rank_first", gather)
-        return gathered
+        return self._together("first_rank_first", gather)
 
     def _together(self, call: str, work: Callable[[Communicator], Any]) -> Any:
         """Call `work`, a collective of all ranks, once per rank. Returns: its result, to every replica of the rank.

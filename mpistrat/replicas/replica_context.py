@@ -17,7 +17,7 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, select_replica
 
-_THE_ONE = operator.itemgetter(0)
+_THE_ONE: Callable[[list[Any]], Any] = operator.itemgetter(0)
 
 
 class ReplicaContext:
@@ -81,7 +81,7 @@ class ReplicaContext:
     def devices(self) -> tuple[str, ...]:
         """The device of this replica, as a tuple of one name. Raises: RuntimeError outside this replica's run."""
         require_replica(self, "devices")
-        return (self._strategy.extended.worker_devices[self.local_index],)
+        return (self._extended.worker_devices[self.local_index],)
 
     def own_component(self, value: DistributedValues) -> Any:
         """Return this replica's component of `value`.
@@ -121,9 +121,7 @@ class ReplicaContext:
         """
         require_replica(self, "merge_call")
         check_call("merge_call", merge_fn, args, kwargs)
-        return self._strategy.extended.replicas.merge_call(
-            self, merge_fn, tuple(args), dict(kwargs or {})
-        )
+        return self._extended.replicas.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
@@ -155,7 +153,10 @@ class ReplicaContext:
             extended.communicator.raise_together(error)
         plain = value.__class__ is np.ndarray  # neither a structure nor a tensor of autograd
         whole = plain or arrays.is_array(value)
-        leaves, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
+        parts = [value], "", _THE_ONE
+        if not whole:
+            parts = nest.take_apart(value)
+        leaves, label, pack = parts
         if not leaves:
             return value
         if not plain and _needs_gradient(leaves):
@@ -196,15 +197,17 @@ class ReplicaContext:
             (2, 3)
         """
         require_replica(self, "all_gather")
-        extended = self._strategy.extended
-        whole = arrays.is_array(value)
-        flat, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
-        if IndexedSlices in {type(leaf) for leaf in flat}:
+        extended = self._extended
+        parts = [value], "", _THE_ONE
+        if not arrays.is_array(value):
+            parts = nest.take_apart(value)
+        leaves, label, pack = parts
+        if IndexedSlices in {type(leaf) for leaf in leaves}:
             extended.communicator.raise_together(
                 NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")
             )
         gathered = []
-        for leaf in flat:
+        for leaf in leaves:
             if _needs_gradient([leaf]):
                 from mpistrat.replicas import differentiable
 

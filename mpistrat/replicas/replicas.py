@@ -85,11 +85,11 @@ class Replicas:
             before = per_thread.modes
             per_thread.modes = list(outer)
             try:
-                with entered(self.strategy, self.contexts[index]), current(self.devices[index]):
-                    result = fn(
-                        *select_replica(index, tuple(args)),
-                        **select_replica(index, dict(kwargs or {})),
-                    )
+                context = self.contexts[index]
+                with entered(self.strategy, context), current(self.devices[index]):
+                    own_args = select_replica(index, tuple(args))
+                    own_kwargs = select_replica(index, dict(kwargs or {}))
+                    result = fn(*own_args, **own_kwargs)
                     self._end_turn(index)
                     return result
             finally:
@@ -138,7 +138,8 @@ class Replicas:
         def merge(strategy: AnyStrategy, calls: Any) -> list[Any]:
             return ops.all_reduce(ops.components(calls), options)
 
-        return self.merge_call(context, merge, (AllReduceCall(op, leaves, label),), {})
+        call = AllReduceCall(op, leaves, label)
+        return self.merge_call(context, merge, (call,), {})
 
     def all_gather(
         self,

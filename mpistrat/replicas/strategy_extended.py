@@ -16,6 +16,7 @@ from mpistrat.context import (
     check_call,
     entered,
     get_replica_context,
+    get_strategy,
     has_strategy,
     per_thread,
     require_cross_replica,
@@ -25,10 +26,8 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.first_step_notice import FirstStepNotice
-from mpistrat.replicas.given_steps import GivenSteps
+from mpistrat.replicas.given_steps import GivenSteps, ShardedArrays
 from mpistrat.replicas.input_plan import InputPlan
-from mpistrat.replicas.multi_step import MultiStepContext
-from mpistrat.replicas.sharded_arrays import ShardedArrays
 from mpistrat.replicas.torch_modules import TorchModules
 from mpistrat.values import DistributedValues, Mirrored, select_replica
 from mpistrat.variables.store import VariableStore
@@ -55,6 +54,42 @@ class Parts(NamedTuple):
     checkpoints: CheckpointRole = CheckpointRole()
     between_graph: bool = False
     wraps_values: bool = True
+
+
+class MultiStepContext:
+    """The outputs of the step function of `experimental_run_steps_on_iterator`.
+
+    Attributes:
+        last_step_outputs: outputs of the last step, by name.
+        non_tensor_outputs: other outputs, by name.
+    """
+
+    def __init__(self, initial_outputs: Mapping[str, Any] | None = None) -> None:
+        self.last_step_outputs: dict[str, Any] = dict(initial_outputs or {})
+        self.non_tensor_outputs: dict[str, Any] = {}
+
+    def set_last_step_output(
+        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Keep `output` in `last_step_outputs[name]`; with a `reduce_op`, reduce it over all replicas first.
+
+        Raises:
+            AssertionError: inside `run` without a `reduce_op`.
+        """
+        context = get_replica_context()
+        if context is not None:
+            if reduce_op is None:
+                raise AssertionError(
+                    f"set_last_step_output({name!r}) inside run needs a reduce_op: 'sum' or 'mean'"
+                )
+            output = context.all_reduce(reduce_op, output)
+        elif reduce_op is not None:
+            output = get_strategy().reduce(reduce_op, output, axis=None)
+        self.last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keep `output` in `non_tensor_outputs[name]`, as it is."""
+        self.non_tensor_outputs[name] = output
 
 
 class StrategyExtended(abc.ABC):
@@ -97,7 +132,10 @@ class StrategyExtended(abc.ABC):
 
     def __init__(self, strategy: AnyStrategy, parts: Parts) -> None:
         self.strategy = strategy
-        self.modules, self.variables, self.input, self.checkpoints = parts[:4]
+        self.modules = parts.modules
+        self.variables = parts.variables
+        self.input = parts.input
+        self.checkpoints = parts.checkpoints
         self._between_graph = parts.between_graph
         self.wraps_values = parts.wraps_values
         self.replicas = self.modules.parts.replicas
@@ -399,7 +437,8 @@ class StrategyExtended(abc.ABC):
 
             return context.merge_call(merge, tuple(args), keywords)
         require_cross_replica(self.strategy, "update")
-        return self._on_each(self.variables.copies(variable), fn, tuple(args), keywords, group)
+        copies = self.variables.copies(variable)
+        return self._on_each(copies, fn, tuple(args), keywords, group)
 
     def _on_each(
         self,
@@ -444,9 +483,11 @@ class StrategyExtended(abc.ABC):
         require_cross_replica(self.strategy, "update_non_slot")
         check_call("update_non_slot", fn, args, kwargs)
         devices = colocate_with if isinstance(colocate_with, (list, tuple)) else (colocate_with,)
-        return self._on_each(
-            devices, lambda _, *a, **k: fn(*a, **k), tuple(args), dict(kwargs or {}), group
-        )
+
+        def without_device(device: Any, *own_args: Any, **own_kwargs: Any) -> Any:
+            return fn(*own_args, **own_kwargs)
+
+        return self._on_each(devices, without_device, tuple(args), dict(kwargs or {}), group)
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         """Return the argument `colocate_with` for `update_non_slot`: devices, or one of `variables`.
