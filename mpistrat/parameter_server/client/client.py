@@ -1,18 +1,16 @@
-"""How a rank reads and changes the arrays on servers."""
+"""How a rank reads and changes the arrays on servers, and uses optimizers there."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.client.optimizers_on_servers import OptimizersOnServers
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, session_of
 from mpistrat.parameter_server.protocol.messages import (
@@ -31,6 +29,9 @@ from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.protocol.tables import MappedTable
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint, outcome_of, without_errors
 from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, SharedRegion
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition, State
 
 
 class Change(NamedTuple):
@@ -229,14 +230,15 @@ class Client:
         tensors = [array for operand in operands for array in operand]
         packed, region = pack(tensors, buffers)
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
-        parts = iter(packed)
         updates = []
+        first = 0
         for change, operand in zip(changes, operands, strict=True):
             key = change.address.key
-            of_change = list(islice(parts, len(operand)))
+            end = first + len(operand)
             work, number = self.numbers.number(key)
-            update = Update(key, change.method, of_change, work, number)
+            update = Update(key, change.method, packed[first:end], work, number)
             updates.append(update)
+            first = end
         if push is not None:
             push = push._replace(part=server)
         body = Updates(updates, push, settled)
@@ -272,6 +274,54 @@ class Client:
         first = self.routes.servers[0]
         call = self.routes.call(first, messages.PUBLISHED, name)
         return call.wait(limited=False)
+
+
+class OptimizersOnServers:
+    """Makes optimizers on servers, and reads and changes their state. Optimizers have numbers, equal on all workers."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+
+    def make(
+        self,
+        optimizer: int,
+        definition: OptimizerDefinition,
+        arrays: Sequence[tuple[Address, bool]],
+    ) -> None:
+        """Have the servers make an optimizer for arrays, and wait until they have.
+
+        Several workers may ask for the same optimizer; the servers make it once.
+
+        Args:
+            optimizer: the optimizer's number.
+            definition: the optimizer's class and arguments.
+            arrays: the address of each array, and whether the array is one part of a split variable.
+        Raises: TypeError if the definition cannot be pickled, or the optimizer cannot step a part.
+        """
+        import cloudpickle  # imported here, so that `import mpistrat` stays fast
+
+        packed = cloudpickle.dumps(definition)  # also of classes of the main script
+        keys: dict[int, list[tuple[int, bool]]] = {}  # by server
+        for address, shard in arrays:
+            of_server = keys.setdefault(address.server, [])
+            of_server.append((address.key, shard))
+        calls = []
+        for server, of_server in keys.items():
+            body = optimizer, packed, of_server
+            calls.append(self._routes.call(server, messages.MAKE_OPTIMIZER, body))
+        for call in calls:
+            call.wait()
+
+    def state(self, optimizer: int, address: Address) -> State:
+        """Return a copy of an optimizer's state for an array: NumPy arrays and numbers by name, {} before a step."""
+        body = optimizer, address.key
+        call = self._routes.call(address.server, messages.OPTIMIZER_STATE, body)
+        return call.wait()
+
+    def load_state(self, optimizer: int, address: Address, state: State) -> None:
+        body = optimizer, address.key, state
+        call = self._routes.call(address.server, messages.LOAD_OPTIMIZER_STATE, body)
+        call.wait()
 
 
 class MemoryWithServers:

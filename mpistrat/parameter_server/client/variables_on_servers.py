@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,7 +82,8 @@ class RemoteVariable(Variable):
         rows = arrays.to_numpy(arrays.as_array(indices))
         if not self.shape:
             raise ValueError(f"sparse_read: variable {self.name!r} is a number, and has no rows")
-        if rows.ndim != 1 or not (arrays.is_integer(rows) or not rows.size):
+        are_integers = arrays.is_integer(rows) or not rows.size
+        if rows.ndim != 1 or not are_integers:
             raise ValueError(
                 f"sparse_read of variable {self.name!r} takes integers of shape [n], got {arrays.dtype_name(rows)} "
                 f"of shape {list(rows.shape)}"
@@ -128,9 +127,10 @@ class RemoteShards(ShardedVariable):
     variables: list[RemoteVariable]
 
     def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
-        pairs = zip(self.variables, operands, strict=True)
-        client = self.variables[0].client
-        client.change([variable.change(method, operand) for variable, operand in pairs])
+        changes = []
+        for variable, operand in zip(self.variables, operands, strict=True):
+            changes.append(variable.change(method, operand))
+        self.variables[0].client.change(changes)
 
 
 class VariablesOnServers(VariableStore):
@@ -157,9 +157,11 @@ class VariablesOnServers(VariableStore):
         self._job = job
         self.partitioner = partitioner
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
-        self._keys = itertools.count()
-        self._turns = itertools.cycle(job.servers)
-        self._colocated: list[int] = []  # servers, inside colocate_vars_with; [] for all in turn
+        self._next_key = 0
+        self._next_turn = 0  # counts the arrays that went to the servers in turn
+        self._colocated: Sequence[
+            int
+        ] = []  # servers, inside colocate_vars_with; [] for all in turn
 
     def create(self, asked: VariableArguments) -> Variable:
         if self._refuses:
@@ -228,14 +230,13 @@ class VariablesOnServers(VariableStore):
         if whole is not None:
             made_of = arrays.dtype_name(whole)
         if not sizes:
-            value = partial(value_of_part, 0, shape)
-            return [self._placed(0, name, shape, made_of, value)]
+            return [self._placed(0, name, shape, made_of, 0, value_of_part)]
         addresses: list[Address] = []
         first = 0
         for part, rows in enumerate(sizes):
             size = (rows, *shape[1:])
-            value = partial(value_of_part, first, size)
-            address = self._placed(part, f"{name}/part_{part}", size, made_of, value)
+            name_of_part = f"{name}/part_{part}"
+            address = self._placed(part, name_of_part, size, made_of, first, value_of_part)
             addresses.append(address)
             first += rows
         return addresses
@@ -269,20 +270,22 @@ class VariablesOnServers(VariableStore):
         name: str,
         shape: _Shape,
         dtype: str | None,
-        value: Callable[[], Any],
+        first: int,
+        value_of_part: Callable[[int, _Shape], Any],
     ) -> Address:
         """Make an array on a server if this rank owns initial values, else wait for the owner to make it.
 
         Args:
             part: the number of this part of a variable, from 0.
             dtype: the name of the expected dtype; None accepts any.
-            value: returns the first value; only the owner calls it.
+            first: the row of the whole variable where the part begins.
+            value_of_part: returns a part's initial value from its first row and its shape; only the owner calls it.
         Raises: CollectiveMismatchError for another name, shape or dtype than the owner's.
         """
         server, key = self._next_place(part)
         if self.owns_initial_values:
             try:
-                array = value()
+                array = value_of_part(first, shape)
                 address = Address(server, key, name, TensorSpec.of(array))
                 self._job.client.create(address, array)
             except BaseException as error:
@@ -293,20 +296,24 @@ class VariablesOnServers(VariableStore):
         there = address.spec
         dtype = dtype or there.dtype
         if (address.name, there.shape, there.dtype) != (name, shape, dtype):
+            asked = f"{name!r} of {dtype} {list(shape)}"
+            existing = f"{address.name!r} of {there.dtype} {list(there.shape)}"
             raise CollectiveMismatchError(
-                f"{self._job.rpc.own_name} makes variable {name!r} of {dtype} "
-                f"{list(shape)} where {address.name!r} of {there.dtype} {list(there.shape)} was made: all workers make "
-                "the same variables, in the same order"
+                f"{self._job.rpc.own_name} makes variable {asked} where {existing} was made: all workers make the same "
+                "variables, in the same order"
             )
         return address
 
     def _next_place(self, part: int) -> tuple[int, int]:
         """Return the next server, or inside `colocated` the other variable's server, and the new array's number."""
-        colocated = self._colocated
-        key = next(self._keys)
-        if not colocated:
-            return next(self._turns), key
-        return colocated[part % len(colocated)], key
+        key = self._next_key
+        self._next_key += 1
+        servers = self._colocated
+        if not servers:
+            servers = self._job.servers
+            part = self._next_turn
+            self._next_turn += 1
+        return servers[part % len(servers)], key
 
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
         """If this rank makes arrays, send the error to the ranks that wait for this array."""

@@ -95,7 +95,8 @@ class ClosureQueue:
                 return False
             if self._closed is not None:
                 return True
-            return len(self._waiting) < self._most and self._bytes < self._most_bytes
+            is_full = len(self._waiting) >= self._most
+            return not is_full and self._bytes < self._most_bytes
 
         with self.changed:
             self.changed.wait_for(has_room)

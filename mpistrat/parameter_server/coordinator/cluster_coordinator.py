@@ -225,7 +225,11 @@ class ClusterCoordinator:
             for key, value in kwargs.items():
                 values[f"argument {key!r} of {name}"] = value
             raise_explained(values, self._resources.pack, error)
-        unpack = functools.partial(loads, resolve=self._cluster.references.resolve)
+        resolve = self._cluster.references.resolve
+
+        def unpack(packed: bytes) -> Any:
+            return loads(packed, resolve)
+
         result = RemoteValue(self._queue.changed, unpack, name)
         closure = Closure(name, payload, resources, result, internal)
         self._queue.put(closure)

@@ -6,6 +6,7 @@ A resource describes such a value. Each worker makes its part once, when a closu
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import weakref
@@ -329,7 +330,9 @@ class IteratorOfWorker(Iterator[Any]):
 
     def peek(self) -> list[Any]:
         """Return a list with the next element alone, without consuming the element; [] at the end."""
-        first = [*itertools.islice(self._elements, 1)]
+        first = []
+        with contextlib.suppress(StopIteration):
+            first.append(next(self._elements))
         self._elements = itertools.chain(first, self._elements)
         return first
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import functools
 import random
 import sys
 import threading
@@ -119,7 +118,10 @@ class Worker:
                 value = function(*args, **kwargs)
                 if value is None:
                     return closure, NONE, None
-                pack = functools.partial(dumps, reference_of=reference_of)
+
+                def pack(part: Any) -> bytes:
+                    return dumps(part, reference_of)
+
                 try:
                     return closure, pack(value), None
                 except Exception as error:

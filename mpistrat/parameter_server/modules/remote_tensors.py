@@ -88,8 +88,7 @@ class RemoteTensor:
         Raises: IndexError if a row does not exist.
         """
         count = sum(self.rows)
-        first_and_last = indices[:1].tolist() + indices[-1:].tolist()
-        for row in first_and_last:
+        for row in indices[:1].tolist() + indices[-1:].tolist():  # the first and the last
             if not 0 <= row < count:
                 raise IndexError(f"row {row} of an embedding of {count} rows does not exist")
         parts = []

@@ -7,7 +7,6 @@ has scheduled. It also does when a server has died and its backup gets the reque
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ class UpdateNumbers:
         # Backward passes on GPUs and the program's own threads also make updates.
         self._lock = threading.Lock()
         self._session = session
-        self._numbers = itertools.count()
+        self._next = 0  # the number of the session's next update
         self._open: set[int] = set()  # the first numbers of pushes that servers have not answered
         self._work: int | None = None
         self._made: Counter[int] = Counter()  # updates of the closure, by array
@@ -71,7 +70,9 @@ class UpdateNumbers:
                 return self._work, number
             if self._session is None:
                 return None, 0
-            return self._session, next(self._numbers)
+            number = self._next
+            self._next += 1
+            return self._session, number
 
     @contextlib.contextmanager
     def push(self) -> Iterator[int]:
@@ -84,7 +85,8 @@ class UpdateNumbers:
         with self._lock:
             opened = 0
             if self._session is not None:
-                opened = next(self._numbers)
+                opened = self._next
+                self._next += 1
             self._open.add(opened)
             settled = min(self._open)
         try:
@@ -94,12 +96,15 @@ class UpdateNumbers:
                 self._open.discard(opened)
 
 
+_Outcome = InlineTensor | Exception | None
+
+
 class IdempotencyCache:
     """Remembers the outcomes of numbered updates on a server: values or errors."""
 
     def __init__(self) -> None:
         # By closure or session, then by array and number.
-        self._outcomes: dict[int, dict[tuple[int, int], InlineTensor | Exception | None]] = {}
+        self._outcomes: dict[int, dict[tuple[int, int], _Outcome]] = {}
         self._over_before = 0  # the id before which all closures have ended
 
     def __len__(self) -> int:
@@ -129,8 +134,7 @@ class IdempotencyCache:
             if isinstance(outcome, OSError):
                 raise outcome
             outcomes[which] = outcome
-        found: InlineTensor | None = value_of(outcomes[which])
-        return found
+        return value_of(outcomes[which])
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Forget the outcomes of closures that no worker repeats: the ids in `over`, and the ids below `over_before`.

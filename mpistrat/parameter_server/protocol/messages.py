@@ -49,8 +49,9 @@ STEPS = "steps"
 # A pipe copies a message in pieces. For more bytes than this, shared memory is quicker.
 _SMALL = 1 << 13
 
-# A server's function. It calls its argument when the backup has made all changes that the server has made so far.
-WhenSafe = Callable[[Callable[[], None]], None]
+# A server's function: `when_safe(call, *args)` calls `call(*args)` when the backup has made all changes that the server
+# has made so far.
+WhenSafe = Callable[..., None]
 
 
 class Push(NamedTuple):

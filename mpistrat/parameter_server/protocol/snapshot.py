@@ -27,7 +27,6 @@ REMEMBERED = 16
 
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
 _Which = tuple[int, "int | None"]  # client, part
-_ChangeToMake = Callable[[], None]
 _Missing = dict[int, set[_PartOfPush]]  # by server
 
 
@@ -41,7 +40,7 @@ class ChangeLock:
         self._rpc = rpc
         self._when_safe = when_safe
         self._holder: int | None = None
-        self._held: list[tuple[int, Push | None, _ChangeToMake]] = []
+        self._held: list[tuple[Any, ...]] = []  # the arguments of `enter` of changes that wait
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # The last pushes that have passed, by client and part.
         self._passed: dict[_Which, deque[Push]] = {}
@@ -51,10 +50,10 @@ class ChangeLock:
         rpc.handle(ADMIT, self._admit)
         rpc.handle(RELEASE, self._release)
 
-    def enter(self, source: int, push: Push | None, work: _ChangeToMake) -> None:
-        """Call `work`, a change of the client `source`: now, or once no other client holds the lock.
+    def enter(self, source: int, push: Push | None, work: Callable[..., None], *args: Any) -> None:
+        """Call `work(*args)`, a change of the client `source`: now, or once no other client holds the lock.
 
-        `work` is also called now if it is a part of a push that the lock's holder has admitted (by ADMIT).
+        It is also called now if it is a part of a push that the lock's holder has admitted (by ADMIT).
 
         Args: push: the push that the change is a part of; None for a change of one server.
         """
@@ -63,10 +62,10 @@ class ChangeLock:
             part = source, push.number, push.part
         admitted = part in self._admitted
         if self._holder not in (None, source) and not admitted:
-            self._held.append((source, push, work))
+            self._held.append((source, push, work, *args))
             return
         self.passed(source, push)
-        work()
+        work(*args)
         if admitted:
             self._admitted -= {part}
             self._answer_if_all_came()

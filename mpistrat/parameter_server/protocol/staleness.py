@@ -8,7 +8,6 @@ With k = 0 no worker begins a step before all workers have ended the previous st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
@@ -82,7 +81,7 @@ class ServerClock:
                 self._waiting.append(request)
             else:
                 outcome = self._errors.pop(request.source, slowest)
-                self._when_safe(partial(request.reply, outcome))
+                self._when_safe(request.reply, outcome)
 
 
 class WorkerClock:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -105,7 +104,11 @@ class MappedTable:
 
     def rows(self, indices: Any) -> Array | None:
         """Return a copy of the rows at `indices`; None if writes disturbed three attempts, or one lasted 20 ms."""
-        return self._undisturbed(partial(self._array.__getitem__, indices))
+
+        def read() -> Array:
+            return self._array[indices]
+
+        return self._undisturbed(read)
 
     def _undisturbed(self, read: Callable[[], T]) -> T | None:
         """Call `read` until no write has disturbed it, and return its result.

@@ -9,7 +9,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 from mpistrat import errors
@@ -123,7 +122,7 @@ class RpcEndpoint:
         """
         with self._registering:  # messages that another thread reads now are handled later
             self._handlers[method] = handler
-            _call_all(partial(handler, *early) for early in self._early.pop(method, ()))
+            _call_all((handler, early) for early in self._early.pop(method, ()))
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         """Have the thread that reads call `handler(rank)` once for each rank that dies."""
@@ -172,7 +171,7 @@ class RpcEndpoint:
                     # Another thread may have read the message before this thread began to read.
                     if not until():
                         received = self.channel.receive(left)
-                        _call_all(partial(self._handle, *message) for message in received)
+                        _call_all((self._handle, message) for message in received)
                 finally:
                     self._reading.release()
                     with self._news:
@@ -211,7 +210,7 @@ class RpcEndpoint:
                 if reply.to == source:
                     self._open.pop(ticket, None)
                     reply.resolve(self.death_error(source))
-            _call_all(partial(handler, source) for handler in self._when_lost)
+            _call_all((handler, (source,)) for handler in self._when_lost)
             return
         if isinstance(message, Unreadable):
             raise RuntimeError(
@@ -235,12 +234,12 @@ class RpcEndpoint:
         handler(*arguments)
 
 
-def _call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Make all calls. Raises: the first error, after all calls."""
+def _call_all(calls: Iterable[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    """Make all calls, given as (function, arguments). Raises: the first error, after all calls."""
     errors: list[BaseException] = []
-    for call in calls:
+    for function, args in calls:
         try:
-            call()
+            function(*args)
         except BaseException as error:
             errors.append(error)
     without_errors(errors)

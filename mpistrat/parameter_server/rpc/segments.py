@@ -49,7 +49,8 @@ class SharedRegion(NamedTuple):
 
     def part(self, first: int, nbytes: int) -> SharedRegion:
         handle = self.handle._replace(first=self.handle.first + first, nbytes=nbytes)
-        return SharedRegion(self.memory[first : first + nbytes], handle)
+        memory = self.memory[first : first + nbytes]
+        return SharedRegion(memory, handle)
 
 
 _NOTHING = SharedRegion(np.empty(0, np.uint8), RegionHandle(0, 0, 0, 0, 0, 0))

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
 from typing import Any
 
 from mpistrat.arrays import Array
@@ -39,7 +37,7 @@ CHANGED = "changed backup"
 ABANDON = "abandon backup"
 
 _Names = dict[int, str]  # of arrays, by key
-_Call = Callable[[], None]
+_Call = tuple[Callable[..., None], tuple[Any, ...]]  # a function and its arguments
 
 
 @dataclass
@@ -51,13 +49,17 @@ class Forwarded:
         failed: whether the change failed on the primary itself. The primary sets it before it reads the backup's
             answer, and then compares it with the backup's outcome.
         region: the memory with the arrays of the message to the backup; None if the message contains the arrays.
-        waiting: functions to call when the backup has made the change.
+        waiting: the calls to make when the backup has made the change.
     """
 
     number: int
     region: SharedRegion | None = None
     failed: bool = False
     waiting: list[_Call] = field(default_factory=list)
+
+    def make_calls(self) -> None:
+        for call, args in self.waiting:
+            call(*args)
 
 
 class Backup:
@@ -122,23 +124,24 @@ class Backup:
         """
         buffers = self._buffers if self._shares_memory else None
         packed, region = pack(operands, buffers)
-        parts = iter(packed)
         again = []
+        first = 0
         for update in updates.updates:
-            operand = list(islice(parts, len(update.operand)))
-            again.append(update._replace(operand=operand))
+            end = first + len(update.operand)
+            again.append(update._replace(operand=packed[first:end]))
+            first = end
         updates = updates._replace(updates=again)
         return self.forward(messages.UPDATE, source, updates, region)
 
-    def when_safe(self, call: _Call) -> None:
-        """Call a function when the backup has made all changes forwarded so far; call it now if it has.
+    def when_safe(self, call: Callable[..., None], *args: Any) -> None:
+        """Call `call(*args)` when the backup has made all changes forwarded so far; call it now if it has.
 
         Without a backup, call it now. Also call it when the backup dies or is abandoned.
         """
         if self._forwarded:
-            self._forwarded[-1].waiting.append(call)
+            self._forwarded[-1].waiting.append((call, args))
         else:
-            call()
+            call(*args)
 
     def lost(self, rank: int) -> None:
         if rank == self._rank:
@@ -162,16 +165,14 @@ class Backup:
             return
         self._forwarded.popleft()
         self._buffers.give_back(forwarded.region)
-        for call in forwarded.waiting:
-            call()
+        forwarded.make_calls()
 
     def _end(self) -> None:
         self._rank = None
         forwarded = self._forwarded
         self._forwarded = deque()
         for change in forwarded:
-            for call in change.waiting:
-                call()
+            change.make_calls()
 
 
 class BackupCopies:
@@ -190,7 +191,9 @@ class BackupCopies:
         given_up: the names, by key, of the arrays that the primary has told this server to abandon.
     """
 
-    def __init__(self, rpc: RpcEndpoint, store: Store, lock: ChangeLock, taken_over: _Call) -> None:
+    def __init__(
+        self, rpc: RpcEndpoint, store: Store, lock: ChangeLock, taken_over: Callable[[], None]
+    ) -> None:
         self._rpc = rpc
         self._store = store
         self._lock = lock
@@ -203,8 +206,8 @@ class BackupCopies:
         self._changes: dict[str, Callable[[int, Any], None]] = {
             messages.CREATE: self._create,
             messages.UPDATE: self._update,
-            messages.MAKE_OPTIMIZER: partial(self._call, Store.make_optimizer),
-            messages.LOAD_OPTIMIZER_STATE: partial(self._call, Store.load_optimizer_state),
+            messages.MAKE_OPTIMIZER: self._in_copies(Store.make_optimizer),
+            messages.LOAD_OPTIMIZER_STATE: self._in_copies(Store.load_optimizer_state),
             messages.DROP_GRADIENTS: self._drop_gradients,
             messages.END_ROUNDS: self._end_rounds,
         }
@@ -265,8 +268,11 @@ class BackupCopies:
         self._lock.passed(source, updates.push)
         self.copies.update(source, updates)
 
-    def _call(self, change: Callable[..., None], source: int, body: tuple[Any, ...]) -> None:
-        change(self.copies, *body)
+    def _in_copies(self, method: Callable[..., None]) -> Callable[[int, Any], None]:
+        def change(source: int, body: tuple[Any, ...]) -> None:
+            method(self.copies, *body)
+
+        return change
 
     def _drop_gradients(self, worker: int, steps: int) -> None:
         self.copies.optimizers.forget(worker, steps)

@@ -6,7 +6,6 @@ A round is a step of all workers: the server combines their gradients when all w
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
@@ -41,8 +40,8 @@ class Rounds:
         self._lock = lock
         self._backup = backup
         self._clock = ServerClock(rpc, workers, self._end, backup.when_safe)
-        rpc.handle(messages.ENDED, partial(self._enter, self._clock.ended))
-        rpc.handle(messages.FAILED, partial(self._enter, self._drop_gradients))
+        rpc.handle(messages.ENDED, self._in_lock(self._clock.ended))
+        rpc.handle(messages.FAILED, self._in_lock(self._drop_gradients))
 
     def leave(self, rank: int, died: bool) -> None:
         """Stop waiting for the steps of a rank that has left. If it `died`, drop its unfinished step's gradients."""
@@ -59,11 +58,14 @@ class Rounds:
             self._optimizers.forget(rank, self._clock.steps_of(rank))
         self._clock.look()
 
-    def _enter(
-        self, work: Callable[[int, int], None], source: int, body: tuple[int, messages.Push | None]
-    ) -> None:
-        steps, push = body
-        self._lock.enter(source, push, partial(work, source, steps))
+    def _in_lock(self, work: Callable[[int, int], None]) -> Callable[[int, Any], None]:
+        """Return the handler of a notice about steps; it calls `work(worker, steps)`, a change, as the lock lets it."""
+
+        def handle(source: int, body: tuple[int, messages.Push | None]) -> None:
+            steps, push = body
+            self._lock.enter(source, push, work, source, steps)
+
+        return handle
 
     def _drop_gradients(self, worker: int, steps: int) -> None:
         self._optimizers.forget(worker, steps)
@@ -102,7 +104,7 @@ class Announcements:
 
     Args:
         creator: the rank that announces names; once it has left, waiting ranks get an UnavailableError.
-        when_safe: calls a function once the backup has made all changes so far.
+        when_safe: calls a function with its arguments once the backup has made all changes so far.
     """
 
     def __init__(self, rpc: RpcEndpoint, creator: int | None, when_safe: messages.WhenSafe) -> None:
@@ -134,7 +136,7 @@ class Announcements:
             self._waiting.setdefault(name, []).append(request)
             return
         outcome = self._announced.get(name, self._no_more)
-        self._when_safe(partial(request.reply, outcome))
+        self._when_safe(request.reply, outcome)
 
     def leave(self, rank: int, died: bool) -> None:
         """If the rank is the creator, answer requests for names that it has not announced with UnavailableError.
@@ -187,9 +189,9 @@ class ParameterServer:
         self.backup_copies = BackupCopies(rpc, store, self._lock, self._rounds.take_over)
         self._announcements = Announcements(rpc, creator, when_safe)
         requests: dict[str, Callable[[Request], None]] = {
-            messages.PULL: partial(self._read, store.pull),
-            messages.ROWS: partial(self._read, store.rows),
-            messages.OPTIMIZER_STATE: partial(self._read, store.optimizer_state),
+            messages.PULL: _replying(store.pull),
+            messages.ROWS: _replying(store.rows),
+            messages.OPTIMIZER_STATE: _replying(store.optimizer_state),
             messages.CREATE: self._create,
             messages.FIND: self._find,
             messages.UPDATE: self._update,
@@ -197,7 +199,7 @@ class ParameterServer:
             messages.LOAD_OPTIMIZER_STATE: self._load_optimizer_state,
         }
         for method, handler in requests.items():
-            rpc.handle(method, partial(_refusing, handler))
+            rpc.handle(method, _refusing(handler))
         idempotency = store.idempotency
         rpc.handle(messages.FORGET, lambda _, body: idempotency.forget(*body))
         rpc.handle(messages.DONE, lambda source, _: self._leave(source))
@@ -206,10 +208,6 @@ class ParameterServer:
     def serve(self) -> None:
         """Handle requests, and return when no client uses the server any more. Called by: the server's rank."""
         self._rpc.run_until(lambda: not self.clients)
-
-    def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
-        place, wanted = request.body
-        request.reply(read(place, wanted))
 
     def _create(self, request: Request) -> None:
         new: NewArray = request.body
@@ -232,8 +230,8 @@ class ParameterServer:
         # The operands are mapped now, because a dead client's memory cannot be mapped later.
         updates: Updates = request.body
         self.store.map_operands(updates)
-        work = partial(_refusing, self._make_updates, request)
-        self._lock.enter(request.source, updates.push, work)
+        work = _refusing(self._make_updates)
+        self._lock.enter(request.source, updates.push, work, request)
 
     def _make_updates(self, request: Request) -> None:
         updates: Updates = request.body
@@ -275,12 +273,11 @@ class ParameterServer:
         """Reply with a value or an error, once the backup has made all changes so far; at once without a backup."""
         if isinstance(outcome, Exception):
             outcome = portable_error(outcome)
-        self._backup.when_safe(partial(request.reply, outcome))
+        self._backup.when_safe(request.reply, outcome)
 
     def _leave(self, rank: int, died: bool = False) -> None:
         self.clients.discard(rank)
-        leave_rounds = partial(self._rounds.leave, rank, died)
-        self._lock.enter(rank, None, leave_rounds)
+        self._lock.enter(rank, None, self._rounds.leave, rank, died)
         self._announcements.leave(rank, died)
 
     def _lost(self, rank: int) -> None:
@@ -291,17 +288,30 @@ class ParameterServer:
         self._leave(rank, died=True)
         # After the rank's pushes, which may wait for the lock and use its memory.
         pid = self._rpc.channel.pid_of(rank)
-        unmap = partial(self.store.mappings.forget, pid)
-        self._lock.enter(rank, None, unmap)
+        self._lock.enter(rank, None, self.store.mappings.forget, pid)
 
 
 def _description(table: Table) -> Any:
     return table.name, table.spec, table.handle
 
 
-def _refusing(handler: Callable[[Request], None], request: Request) -> None:
-    """Call a handler of requests; if it raises an Exception, reply with the error."""
-    try:
-        handler(request)
-    except Exception as error:
-        request.reply(portable_error(error))
+def _replying(read: Callable[[Any, Any], Any]) -> Callable[[Request], None]:
+    """Return a handler that replies with the result of `read`; the request's body has its two arguments."""
+
+    def handle(request: Request) -> None:
+        place, wanted = request.body
+        request.reply(read(place, wanted))
+
+    return handle
+
+
+def _refusing(handler: Callable[[Request], None]) -> Callable[[Request], None]:
+    """Return `handler` with a reply for its Exceptions: the error."""
+
+    def handle(request: Request) -> None:
+        try:
+            handler(request)
+        except Exception as error:
+            request.reply(portable_error(error))
+
+    return handle

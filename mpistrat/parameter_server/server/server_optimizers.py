@@ -198,7 +198,8 @@ class ServerOptimizer:
         index = torch.from_numpy(indices.astype(np.int64))
         # Each index once, in ascending order, with the sum of its rows
         index, inverse = torch.unique(index, return_inverse=True)
-        gradient = values.new_zeros((len(index), *values.shape[1:]))
+        shape = (len(index), *values.shape[1:])
+        gradient = values.new_zeros(shape)
         gradient.index_add_(0, inverse, values)
         rows = self._whole.index_select(0, index)
         before = {}
@@ -244,7 +245,8 @@ class ServerOptimizer:
         """
         if not names:
             return {}
-        row = self._whole.new_zeros((1, *self._whole.shape[1:]))
+        shape = (1, *self._whole.shape[1:])
+        row = self._whole.new_zeros(shape)
         gradient = torch.zeros_like(row)
         state = self._take(row, gradient, {})
         return {name: state[name] for name in names}

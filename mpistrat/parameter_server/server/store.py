@@ -257,7 +257,8 @@ class Store:
         table = self.table(update.key)
 
         def make() -> InlineTensor | None:
-            operand, *values = [unpack(packed, self.mappings) for packed in update.operand]
+            unpacked = [unpack(packed, self.mappings) for packed in update.operand]
+            operand, *values = unpacked
             if values:
                 operand = IndexedSlices(values[0], operand)
             method = update.method

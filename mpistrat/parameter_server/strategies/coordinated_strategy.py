@@ -64,7 +64,8 @@ class ObjectReferences:
             if key is not None:
                 return _OF_TORCH, key
         parts = parts_of(value)
-        if not isinstance(parts[0], RemoteVariable) or value.strategy is not self._strategy:
+        is_remote = isinstance(parts[0], RemoteVariable)
+        if not is_remote or value.strategy is not self._strategy:
             return None
         how = value.trainable, value.synchronization, value.aggregation
         addresses = tuple(part.address for part in parts)
@@ -89,7 +90,8 @@ class ObjectReferences:
             return self._strategy.extended.torch_references().resolve(key[1])
         if key not in self._made:
             _, name, addresses, how = key
-            self._made[key] = variable_of(self._strategy, self._job, name, addresses, how)
+            variable = variable_of(self._strategy, self._job, name, addresses, how)
+            self._made[key] = variable
         return self._made[key]
 
 

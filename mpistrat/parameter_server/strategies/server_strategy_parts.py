@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ class CheckpointsOfJob(CheckpointRole):
         self._job = job
         self._owns = owns
         self._paused = paused
-        self._published = itertools.count()
+        self._published = 0  # number of publications, of values and errors, so far
 
     @property
     def saves(self) -> bool:
@@ -95,7 +94,8 @@ class CheckpointsOfJob(CheckpointRole):
             tell(f"the job goes on from {path}, with {servers}", "INFO")
 
     def tell_followers(self, what: str, value: Any, error: Exception | None = None) -> None:
-        name = what, next(self._published)
+        name = what, self._published
+        self._published += 1
         self._job.client.publish(name, (value, error))
 
     @contextlib.contextmanager
@@ -108,7 +108,8 @@ class CheckpointsOfJob(CheckpointRole):
             raise
 
     def follow(self, what: str) -> Any:
-        name = what, next(self._published)
+        name = what, self._published
+        self._published += 1
         value, error = self._job.client.await_published(name)
         if error is not None:
             raise error

@@ -65,6 +65,6 @@ class RecordedRpc:
             handler(rank)
 
 
-def call_now(call: Callable[[], None]) -> None:
+def call_now(call: Callable[..., None], *args: Any) -> None:
     """A `WhenSafe` of a server without a backup."""
-    call()
+    call(*args)
