@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mpistrat.communicators import Communicator
 from mpistrat.machine.devices import (
@@ -32,13 +31,14 @@ def bind(
     """Return this rank's devices: `devices` if given, else one of the node's accelerators, else the CPU.
 
     It also makes the rank's accelerator current, the first of `devices`. If every rank uses a GPU, the communicator
-    takes buffers on GPUs from then on. If it cannot send them by NCCL, rank 0 says so.
+    takes buffers on GPUs from then on. If it cannot send them by NCCL, rank 0 says so. Otherwise buffers go through
+    host memory; rank 0 then names a rank that sees no GPU, if another rank uses one.
 
     Called by: every rank of `communicator`, in the constructor of a strategy.
     Args:
         devices: this rank's devices, if the program has chosen them, else None. The other ranks of the node then share
             all its accelerators out.
-        quiet: whether rank 0 says nothing about NCCL.
+        quiet: whether rank 0 says nothing about NCCL and host memory.
     Returns: names such as "cuda:1", with the number of this process; ("cpu:0",) without an accelerator.
     """
     seen = seen_accelerators()
@@ -61,29 +61,16 @@ def bind(
         index = int(number)
         make_current(index)
         used = (topology.node, seen[index])
+    # By rank: a node and the name of its GPU; () if the rank sees none; None if the program chose the host.
     gpus = communicator.all_gather_object(used, label="accelerators used")
-    if communicator.size > 1:
-        _use_gpus(communicator, gpus, number, quiet)
-    return tuple(devices)
-
-
-def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quiet: bool) -> None:
-    """Let `communicator` take buffers on GPUs, if every rank uses a GPU. Called by: every rank.
-
-    Otherwise buffers go through host memory. Rank 0 then names a rank that sees no GPU, if another rank uses one.
-
-    Args:
-        gpus: the node and the name of each rank's GPU, in rank order; () for a rank that sees none; None for a rank
-            where the program chose the host.
-        number: number of this rank's GPU in this process.
-        quiet: whether rank 0 says nothing about NCCL.
-    """
-    if all(gpus):
+    if communicator.size > 1 and all(gpus):
         from mpistrat.communicators.transports.accelerator.gpu_transports import Gpu, use_gpus
 
-        use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number), quiet=quiet)
+        of_all = [Gpu(*gpu) for gpu in gpus]
+        use_gpus(communicator, of_all, int(number), quiet=quiet)
     elif any(gpus) and () in gpus and communicator.rank == 0 and not quiet:
         tell_of_way("through host memory", f"rank {gpus.index(())} sees no GPU")
+    return tuple(devices)
 
 
 def bind_all(communicator: Communicator, topology: Topology) -> _Names:
@@ -108,8 +95,13 @@ def _of_node(
     Args: seen: the names of the accelerators that this rank may take.
     """
     seen_by_ranks = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
-    ranks = [rank for rank, (node, _) in enumerate(seen_by_ranks) if node == topology.node]
-    return ranks, [seen_by_ranks[rank][1] for rank in ranks]
+    ranks = []
+    of_ranks = []
+    for rank, (node, names) in enumerate(seen_by_ranks):
+        if node == topology.node:
+            ranks.append(rank)
+            of_ranks.append(names)
+    return ranks, of_ranks
 
 
 def _tell_of_unused(
@@ -123,8 +115,11 @@ def _tell_of_unused(
             accelerator.
     """
     global _has_told
-    by_rank = zip(of_ranks, shares, strict=True)
-    used = len({accelerators[i] for accelerators, i in by_rank if i is not None})
+    taken = set()
+    for names, share in zip(of_ranks, shares, strict=True):
+        if share is not None:
+            taken.add(names[share])
+    used = len(taken)
     present = len(set().union(*of_ranks))
     if used < present and not _has_told:
         _has_told = True

@@ -21,4 +21,5 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str) -> None:
-        super().__init__(ReplicatedExtended(self, one_replica(self, check_device(device))))
+        parts = one_replica(self, check_device(device))
+        super().__init__(ReplicatedExtended(self, parts))

@@ -65,16 +65,13 @@ class CopyPerReplica(VariableStore):
         aggregation = asked.aggregation
         label = f"initial value of {name!r} ({synchronization.name}, {aggregation.name})"
         value = from_first_replica(self.communicator, value, label)
-        components = [
-            PlainVariable(
-                _on_accelerator(value, device),
-                asked.trainable,
-                f"{name}/replica_{i}" if i else name,
-                synchronization,
-                aggregation,
+        components = []
+        for i, device in enumerate(self.devices[: self._num_copies]):
+            copy = _on_accelerator(value, device)
+            name_of_copy = f"{name}/replica_{i}" if i else name
+            components.append(
+                PlainVariable(copy, asked.trainable, name_of_copy, synchronization, aggregation)
             )
-            for i, device in enumerate(self.devices[: self._num_copies])
-        ]
         if synchronization is VariableSynchronization.ON_READ:
             return SyncOnReadVariable(self._strategy, components)
         variable = MirroredVariable(self._strategy, components)

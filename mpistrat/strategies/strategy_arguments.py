@@ -53,25 +53,22 @@ class StrategyArguments:
                 f"cross_device_ops must be a CrossDeviceOps, got {cross_device_ops!r:.60}"
             )
         if self.deterministic:
-            self._check_deterministic()
+            if cross_device_ops is not None:
+                raise ValueError(
+                    "deterministic=True fixes the order in which replicas are added up, and a cross_device_ops of your "
+                    "own chooses another order: give one of them"
+                )
+            if self.has_wire_format:
+                raise ValueError(
+                    "deterministic=True keeps every bit of a sum, and wire_dtype and wire_format leave bits out: give "
+                    "one of them"
+                )
 
     @property
     def has_wire_format(self) -> bool:
         """Whether `options` ask for a wire format: to send sums with fewer bits than float32."""
         options = self.options
         return bool(options and (options.wire_dtype or options.wire_format))
-
-    def _check_deterministic(self) -> None:
-        if self.cross_device_ops is not None:
-            raise ValueError(
-                "deterministic=True fixes the order in which replicas are added up, and a cross_device_ops of your own "
-                "chooses another order: give one of them"
-            )
-        if self.has_wire_format:
-            raise ValueError(
-                "deterministic=True keeps every bit of a sum, and wire_dtype and wire_format leave bits out: give one "
-                "of them"
-            )
 
     def check_shared_parameters(self, replicas: int) -> None:
         """Check that ranks can share the parameters of torch modules. Args: replicas: number of replicas of this rank.

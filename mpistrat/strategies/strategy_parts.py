@@ -187,7 +187,8 @@ def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> Tor
         return Mirroring(parts, shared_parameters, watches=True)
 
     are_placed = parts.replicas.device_of_modules is not None
-    modules = TorchModules(parts, make, needed=are_placed or parts.group.num_replicas_in_sync > 1)
+    needed = are_placed or parts.group.num_replicas_in_sync > 1
+    modules = TorchModules(parts, make, needed)
     if modules.are_seen:
         modules.get()  # it also sees modules that train without scope() and run
     return modules

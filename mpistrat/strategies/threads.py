@@ -70,7 +70,9 @@ def _check_equal(fixed: list[int | None]) -> None:
     if len(set(fixed)) > 1:
         parts = []
         for rank, threads in enumerate(fixed):
-            text = "not deterministic" if threads is None else f"{threads} threads"
+            text = f"{threads} threads"
+            if threads is None:
+                text = "not deterministic"
             parts.append(f"rank {rank}: {text}")
         by_rank = ", ".join(parts)
         raise CollectiveMismatchError(

@@ -50,18 +50,21 @@ class ShardedVariable(Variable):
         for variable in variables:
             if not isinstance(variable, Variable):
                 raise TypeError(f"ShardedVariable takes variables, got {variable!r:.80}")
-            if not variable.shape:
+            shape = variable.shape
+            if not shape:
                 raise ValueError(
                     f"variable {variable.name!r} is a number, and has no rows to be a shard of"
                 )
-            if variable.dtype != first.dtype or variable.shape[1:] != first.shape[1:]:
+            same_rows = shape[1:] == first.shape[1:]
+            if variable.dtype != first.dtype or not same_rows:
                 raise ValueError(
                     "shards must have one dtype, and shapes that differ in their first size only, got "
-                    f"{first.dtype} {list(first.shape)} and {variable.dtype} {list(variable.shape)}"
+                    f"{first.dtype} {list(first.shape)} and {variable.dtype} {list(shape)}"
                 )
         self.variables = list(variables)
         self.name = name
-        self._division = Division(name, [variable.shape[0] for variable in variables])
+        sizes = [variable.shape[0] for variable in variables]
+        self._division = Division(name, sizes)
         self.offsets = self._division.offsets
         self.trainable = first.trainable
         self.synchronization = first.synchronization
@@ -78,13 +81,16 @@ class ShardedVariable(Variable):
         return self.variables[0].dtype
 
     def read_value(self) -> Array:
-        return _joined(self.variables[0], [variable.read_value() for variable in self.variables])
+        values = [variable.read_value() for variable in self.variables]
+        return self._joined(values)
 
     def state(self) -> Array:
-        return _joined(self.variables[0], [variable.state() for variable in self.variables])
+        states = [variable.state() for variable in self.variables]
+        return self._joined(states)
 
     def load_state(self, state: Any) -> None:
-        for variable, rows in zip(self.variables, self._rows_of_shards(state), strict=True):
+        rows_of_shards = self._rows_of_shards(state)
+        for variable, rows in zip(self.variables, rows_of_shards, strict=True):
             variable.load_state(rows)
 
     def sparse_read(self, indices: Any) -> Array:
@@ -101,7 +107,7 @@ class ShardedVariable(Variable):
             rows = positions[owners == shard] - self.offsets[shard]
             parts.append(self.variables[shard].sparse_read(rows))
         by_shard = np.argsort(owners, kind="stable")  # the numbers of the indices, shard by shard
-        return _joined(self.variables[0], parts)[np.argsort(by_shard)]
+        return self._joined(parts)[np.argsort(by_shard)]
 
     def __iter__(self) -> Iterator[Variable]:
         return iter(self.variables)
@@ -124,7 +130,8 @@ class ShardedVariable(Variable):
             row %= size
             shard = bisect.bisect_right(self._division.ends, row)
             row_of_shard = row - self.offsets[shard]
-            return self.variables[shard].read_value()[(row_of_shard, *rest)]
+            rows = self.variables[shard].read_value()
+            return rows[(row_of_shard, *rest)]
         return self.read_value()[key]
 
     def _rows(self, wanted: range) -> Array:
@@ -139,7 +146,15 @@ class ShardedVariable(Variable):
             if begin < stop:
                 rows = slice(begin - offset, stop - offset, wanted.step)
                 parts.append(variable.read_value()[rows])
-        return _joined(self.variables[0], parts)
+        return self._joined(parts)
+
+    def _joined(self, parts: list[Array]) -> Array:
+        """Return the rows of all `parts` in one array; without parts, an array without rows."""
+        if len(parts) > 1:
+            return arrays.concatenate(parts)
+        if parts:
+            return parts[0]
+        return self.variables[0].read_value()[:0]
 
     def _shown(self) -> str:
         return f" shards={self.variables}"
@@ -223,15 +238,6 @@ def equal_parts(rows: int, count: int) -> list[int]:
     """Return the number of rows of each of `count` shards, as in TensorFlow: the first `rows % count` have one more."""
     each, more = divmod(rows, count)
     return [each + (part < more) for part in range(count)]
-
-
-def _joined(shard: Variable, parts: list[Array]) -> Array:
-    """Return the rows of all `parts` in one array; without parts, no rows of `shard`."""
-    if len(parts) > 1:
-        return arrays.concatenate(parts)
-    if parts:
-        return parts[0]
-    return shard.read_value()[:0]
 
 
 def _check_index(part: Any) -> None:

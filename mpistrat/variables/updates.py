@@ -13,6 +13,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
 
 _SCATTER = "scatter_"
+_OF_NUMPY = (np.ndarray, np.generic)
 _CHANGES = {"assign_add": operator.add, "assign_sub": operator.sub}
 _CHANGES_IN_PLACE = {"assign_add": operator.iadd, "assign_sub": operator.isub}
 
@@ -33,8 +34,7 @@ def updated(method: str, array: Array, operand: Any, name: str) -> Array:
         return arrays.scatter(array, operand.indices, operand.values, combine)
     if method == "assign":
         return arrays.copy(operand)
-    changed: Array = _CHANGES[method](array, operand)
-    return changed
+    return _CHANGES[method](array, operand)
 
 
 def update_in_place(method: str, array: Array, operand: Any) -> None:
@@ -65,7 +65,8 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
         return fitting(array, operand, name)
     check_is_slices(name, operand)
     rows = operand.values
-    wanted = (len(operand.indices), *array.shape[1:])
+    indices = operand.indices
+    wanted = (len(indices), *array.shape[1:])
     loses_fractions = arrays.is_integer(array) and not arrays.is_integer(rows)
     if not array.shape or tuple(rows.shape) != wanted or loses_fractions:
         raise InvalidArgumentError(
@@ -73,8 +74,8 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
             f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
         )
     # Reading XLA's indices would wait for their computation.
-    if wanted[0] and not arrays.is_on_xla(operand.indices):
-        for index in (int(operand.indices.min()), int(operand.indices.max())):
+    if wanted[0] and not arrays.is_on_xla(indices):
+        for index in (int(indices.min()), int(indices.max())):
             if not 0 <= index < array.shape[0]:
                 raise _out_of_bounds(index, array.shape[0], name)
     return operand
@@ -128,9 +129,9 @@ def _converted(operand: Any, array: Array) -> Any:
 
     Returns: the converted array; any other operand as it is, also if the dtype of `array` would cut off a part.
     """
-    if not isinstance(operand, (np.ndarray, np.generic)):
+    if not isinstance(operand, _OF_NUMPY):
         return operand
-    foreign = operand.ndim == 0 or not isinstance(array, (np.ndarray, np.generic))
+    foreign = operand.ndim == 0 or not isinstance(array, _OF_NUMPY)
     if foreign and _fits(operand, array):
         return arrays.cast_like(operand, array)
     return operand
