@@ -45,7 +45,8 @@ def check_alike(values: Sequence[Array]) -> None:
     first = values[0]
     if not arrays.is_torch(first) and first.dtype.kind in "OSUMm":
         raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be reduced")
-    if len({(value.shape, value.dtype) for value in values}) > 1:
+    kinds = {(value.shape, value.dtype) for value in values}
+    if len(kinds) > 1:
         by_replica = by_owner(values, signature)
         raise InvalidArgumentError(
             f"all replicas must pass the same shape and dtype; got {by_replica}"
@@ -116,9 +117,12 @@ def narrowed(
     Raises: InvalidArgumentError, on all ranks, if a sum does not fit. On XLA devices it wraps around instead, because
         reading it would wait for its computation.
     """
+    results = []
     with communicator.raising_together():
-        pairs = zip(totals, values, strict=True)
-        return [_narrowed(total, _dtype_of(components[0])) for total, components in pairs]
+        for total, components in zip(totals, values, strict=True):
+            dtype = _dtype_of(components[0])
+            results.append(_narrowed(total, dtype))
+    return results
 
 
 def _narrowed(total: Any, dtype: Any) -> Any:
@@ -157,13 +161,16 @@ def operand(component: Any) -> Any:
         return component
     if arrays.is_torch(component) and not component.requires_grad:
         return component
-    return arrays.as_array(arrays.detach_read(component))
+    detached = arrays.detach_read(component)
+    return arrays.as_array(detached)
 
 
 @functools.cache
 def is_summable(dtype: Any) -> bool:
     """Whether arrays of `dtype`, of any library, can be added up."""
-    return dtype.kind not in "bOSUMm" if isinstance(dtype, np.dtype) else str(dtype) != "torch.bool"
+    if isinstance(dtype, np.dtype):
+        return dtype.kind not in "bOSUMm"
+    return str(dtype) != "torch.bool"
 
 
 def add_n(values: Sequence[Array]) -> Array:
@@ -173,17 +180,16 @@ def add_n(values: Sequence[Array]) -> Array:
 
 def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
     """Return the sum of IndexedSlices: the rows of all of them, and their indices, concatenated; an index may recur."""
-    return IndexedSlices(
-        arrays.concatenate([v.values for v in values]),
-        arrays.concatenate([v.indices for v in values]),
-        values[0].dense_shape,
-    )
+    rows = arrays.concatenate([slices.values for slices in values])
+    indices = arrays.concatenate([slices.indices for slices in values])
+    return IndexedSlices(rows, indices, values[0].dense_shape)
 
 
 def divide(total: Any, count: int) -> Any:
     """Divide a sum over `count` replicas: return their mean."""
     if isinstance(total, IndexedSlices):
-        return dataclasses.replace(total, values=arrays.true_divide(total.values, count))
+        rows = arrays.true_divide(total.values, count)
+        return dataclasses.replace(total, values=rows)
     return arrays.true_divide(total, count)
 
 
@@ -218,7 +224,8 @@ def as_dense(component: Any) -> Array:
         raise ValueError(
             f"IndexedSlices of {signature(component.values)} need a dense_shape to become a dense array, and have none"
         )
-    zeros = arrays.zeros([int(size) for size in component.dense_shape], component.values)
+    shape = [int(size) for size in component.dense_shape]
+    zeros = arrays.zeros(shape, component.values)
     return arrays.scatter(zeros, component.indices, component.values, "add")
 
 
@@ -243,7 +250,9 @@ def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -
     kinds = set()
     for value in values:
         sizes = value.shape
-        kinds.add((value.dtype, len(sizes), sizes[:axis], sizes[axis + 1 :]))
+        before = sizes[:axis]
+        after = sizes[axis + 1 :]
+        kinds.add((value.dtype, len(sizes), before, after))
     if len(kinds) > 1:
         got = by_owner(values, signature, owner)
         raise InvalidArgumentError(

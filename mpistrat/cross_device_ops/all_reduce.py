@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,9 +27,6 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.settings import stall_seconds
 from mpistrat.values import PerReplica
 
-_KIND = operator.attrgetter("dtype", "shape")
-_PLACE = operator.attrgetter("is_cpu", "requires_grad")
-_ON_HOST = (True, False)
 # How many kinds of values have their packs kept. Beyond them the packs are made again.
 _KNOWN_KINDS = 1024
 
@@ -170,7 +166,10 @@ class MpiAllReduce(CrossDeviceOps):
         Raises: InvalidArgumentError, on the other ranks CollectiveMismatchError, if components cannot be combined;
             InvalidArgumentError, on all ranks, if a sum of int8, int16, int32 or uint8 does not fit that dtype.
         """
-        results, kinds = _plain(values) if options is None else ([], None)
+        results: list[Any] = []
+        kinds = None
+        if options is None:
+            results, kinds = _plain(values)
         packs = self._packs.get((reduce_op, label, kinds))
         communicator = self.communicator
         narrow = ""
@@ -183,9 +182,13 @@ class MpiAllReduce(CrossDeviceOps):
         elif self._implementation is not CommunicationImplementation.AUTO:
             communicator = communicator.by(self._implementation)
         for pack in packs:
-            like = list(map(results.__getitem__, pack.indices))
-            reduce_pack = self._reduce_joined if pack.joined else self._reduce_alone
-            for i, piece in zip(pack.indices, reduce_pack(communicator, pack, like), strict=True):
+            if not pack.joined:
+                (i,) = pack.indices
+                results[i] = self._reduce_alone(communicator, pack, results[i])
+                continue
+            like = [results[i] for i in pack.indices]
+            pieces = self._reduce_joined(communicator, pack, like)
+            for i, piece in zip(pack.indices, pieces, strict=True):
                 results[i] = piece
         if reduce_op is not ReduceOp.SUM or kinds is None:
             results = self._finished(reduce_op, results, values)
@@ -268,28 +271,33 @@ class MpiAllReduce(CrossDeviceOps):
         else:
             flat, pieces = self._packer.join(like, pack.length, pack.shape)
         if pack.stays:
-            communicator.all_reduce(flat.numpy() if pack.to_numpy else flat, pack.reduction)
+            operand = flat
+            if pack.to_numpy:
+                operand = flat.numpy()
+            communicator.all_reduce(operand, pack.reduction)
             return pieces
         host = arrays.to_host(flat)
         communicator.all_reduce(host, pack.reduction)
         on_device = arrays.to_device_of(host, like[0])
         return packing.unpack(on_device, like)
 
-    def _reduce_alone(
-        self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
-    ) -> list[Array]:
-        """All-reduce the only array of a pack from its own memory. Returns: a list with one new array."""
-        (first,) = like
-        # NumPy's calls take a third of the time of torch's.
-        host = first.numpy(force=True) if pack.to_numpy else first
+    def _reduce_alone(self, communicator: Communicator, pack: _ArrayPack, array: Array) -> Array:
+        """All-reduce the only array of a pack from its own memory. Returns: a new array."""
+        host = array
+        if pack.to_numpy:  # NumPy's calls take a third of the time of torch's
+            host = array.numpy(force=True)
         if host.__class__ is not np.ndarray or not host.flags.c_contiguous:
             host = arrays.to_host(host)
-        is_small = host.__class__ is np.ndarray and host.nbytes < SMALLEST
-        out = np.empty_like(host) if is_small else self._packer.empty(host.shape, host.dtype)
+        if host.__class__ is np.ndarray and host.nbytes < SMALLEST:
+            out = np.empty_like(host)
+        else:
+            out = self._packer.empty(host.shape, host.dtype)
         communicator.all_reduce(host, pack.reduction, out=out)
         if pack.to_numpy:
             out = sys.modules["torch"].from_numpy(out)
-        return [arrays.to_device_of(out, first) if pack.on_device else out]
+        if pack.on_device:
+            out = arrays.to_device_of(out, array)
+        return out
 
     def all_reduce_packs(
         self,
@@ -324,15 +332,16 @@ class MpiAllReduce(CrossDeviceOps):
         """
         sums: dict[int, Array] = {}
         communicator = self.communicator
-        first, *others = contributions
         own_packs: list[packing.Pack] = []
         if len(indices) == len(contributions) == 1:
             own_packs = packing.pack_of_itself(like, indices, contributions)
         for pack in own_packs or packer.packs(like, indices, communicator):
-            if not own_packs:
-                packing.fill(pack.pieces, list(map(first.__getitem__, pack.indices)))
-            for gradients in others:
-                packing.add(pack.pieces, list(map(gradients.__getitem__, pack.indices)))
+            for replica, gradients in enumerate(contributions):
+                some = list(map(gradients.__getitem__, pack.indices))
+                if replica > 0:
+                    packing.add(pack.pieces, some)
+                elif not own_packs:
+                    packing.fill(pack.pieces, some)
             stays = pack.flat.is_cpu or communicator.takes_device_buffers
             operand = pack.operand if stays else arrays.to_host(pack.flat)
             communicator.all_reduce(operand, reduction_of(pack.indices), follows=True)
@@ -376,7 +385,9 @@ class MpiAllReduce(CrossDeviceOps):
         """
         with self.communicator.raising_together():
             front = accumulation.check_joinable(values, axis)
-            local = arrays.concatenate(values, front) if len(values) > 1 else values[0]
+            local = values[0]
+            if len(values) > 1:
+                local = arrays.concatenate(values, front)
             communicator = self.communicator.by(implementation_of(options))
         stays = communicator.takes_device_buffers and arrays.is_on_accelerator(local)
         operand = arrays.copy(local) if stays else arrays.to_host(local)
@@ -391,32 +402,26 @@ class MpiAllReduce(CrossDeviceOps):
 def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
     """Return the components, and their dtypes and shapes, of values that need no preparation.
 
-    Such values have one component each: NumPy arrays only, or only host tensors that need no gradients. `MpiAllReduce`
-    keeps its packs under their dtypes and shapes.
+    Such values have one component each: a NumPy array, or a host tensor that needs no gradient. `MpiAllReduce` keeps
+    its packs under their dtypes and shapes.
 
     Returns: [] and None if any value is of another kind.
     """
-    if len(values) != 1 or len(values[0]) != 1:
-        return _all_plain(values)
-    (first,) = values[0]  # not in a loop: loops take as long as a small sum
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    is_plain_tensor = first.__class__ is tensor and _PLACE(first) == _ON_HOST
-    if is_plain_tensor or first.__class__ is np.ndarray:
-        return [first], _KIND(first)
-    return [], None
-
-
-def _all_plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
-    """Return the same as `_plain`, for any number of values."""
-    if set(map(len, values)) != {1}:
-        return [], None
-    firsts = list(next(zip(*values, strict=True)))
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    classes = set(map(type, firsts))
-    are_plain_tensors = classes == {tensor} and set(map(_PLACE, firsts)) == {_ON_HOST}
-    if are_plain_tensors or classes == {np.ndarray}:
-        return firsts, tuple(map(_KIND, firsts))
-    return [], None
+    firsts = []
+    kinds = []
+    for components in values:
+        if len(components) != 1:
+            return [], None
+        first = components[0]
+        is_plain = first.__class__ is np.ndarray
+        if first.__class__ is tensor:
+            is_plain = first.is_cpu and not first.requires_grad
+        if not is_plain:
+            return [], None
+        firsts.append(first)
+        kinds.append((first.dtype, first.shape))
+    return firsts, tuple(kinds)
 
 
 def _pack_of(
@@ -433,6 +438,9 @@ def _pack_of(
     first = like[0]
     on_device = arrays.is_on_accelerator(first)
     stays = not on_device or communicator.takes_device_buffers
+    shape = None
+    if len({array.shape for array in like}) == 1:
+        shape = first.shape
     return _ArrayPack(
         group,
         reducing(op, packing.name_of(name, like)),
@@ -440,8 +448,8 @@ def _pack_of(
         stays,
         joined=len(group) > 1 or (on_device and stays),
         to_numpy=not on_device and arrays.is_torch(first) and arrays.numpy_knows(first.dtype),
-        length=sum(map(arrays.num_elements, like)),
-        shape=first.shape if len({value.shape for value in like}) == 1 else None,
+        length=sum(arrays.num_elements(array) for array in like),
+        shape=shape,
     )
 
 
@@ -457,4 +465,6 @@ def _all_gather_slices(
 
 def name_of(reduce_op: ReduceOp, label: str) -> str:
     """Return the beginning of a reduction's label: "MEAN of loss", or "MEAN" without a label."""
-    return f"{reduce_op.name} of {label}" if label else reduce_op.name
+    if label:
+        return f"{reduce_op.name} of {label}"
+    return reduce_op.name

@@ -42,7 +42,10 @@ class _PackedAllReduce(ReductionToOneDevice):
         options: CommunicationOptions,
     ) -> list[Any]:
         pairs = value_destination_pairs
-        dense = [i for i, (value, _) in enumerate(pairs) if self._can_pack(value, pairs[0][0])]
+        dense = []
+        for i, (value, _) in enumerate(pairs):
+            if self._can_pack(value, pairs[0][0]):
+                dense.append(i)
         if self.num_packs == 0 or len(dense) < 2:
             return super().batch_reduce_implementation(reduce_op, pairs, options)
         rows = [pairs[i][0].values for i in dense]
@@ -51,7 +54,8 @@ class _PackedAllReduce(ReductionToOneDevice):
         columns = list(zip(*rows, strict=True))
         packs = [packing.concat_and_split(column, self.num_packs) for column in columns]
         reduced = [self.combine(reduce_op, pieces) for pieces in zip(*packs, strict=True)]
-        unpacked = packing.unpack(arrays.concatenate(reduced), columns[0])
+        flat = arrays.concatenate(reduced)
+        unpacked = packing.unpack(flat, columns[0])
         totals = dict(zip(dense, unpacked, strict=True))
         results = []
         for i, (value, where) in enumerate(pairs):
@@ -89,13 +93,17 @@ class NcclAllReduce(_PackedAllReduce):
     between_ranks = CommunicationImplementation.NCCL
 
     def add(self, values: Sequence[Any]) -> Any:
-        devices = {v.get_device() for v in values if arrays.is_torch(v) and v.is_cuda}
+        devices = set()
+        for value in values:
+            if arrays.is_torch(value) and value.is_cuda:
+                devices.add(value.get_device())
         if len(devices) < len(values):
             return super().add(values)
         from torch.nn.parallel import comm
 
         accumulation.check_summable(values)
-        return comm.reduce_add([v.contiguous() for v in values], values[0].get_device())
+        contiguous = [value.contiguous() for value in values]
+        return comm.reduce_add(contiguous, values[0].get_device())
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):

@@ -66,8 +66,12 @@ def place(value: Any, destinations: Any) -> Any:
         return Mirrored([IndexedSlices(v, i, value.dense_shape) for v, i in parts])
     components: list[Any] = []
     for destination in destinations.values:
-        there = _moved_to(destination, value) if arrays.is_torch(value) else value
-        components.append(arrays.copy(there) if there is value and components else there)
+        there = value
+        if arrays.is_torch(value):
+            there = _moved_to(destination, value)
+        if there is value and components:
+            there = arrays.copy(there)
+        components.append(there)
     return Mirrored(components)
 
 
@@ -78,16 +82,21 @@ def _moved_to(destination: Any, tensor: Any) -> Any:
     """
     if isinstance(destination, IndexedSlices):
         destination = destination.values
-    return tensor.to(getattr(arrays.detach_read(destination), "device", tensor.device))
+    detached = arrays.detach_read(destination)
+    return tensor.to(getattr(detached, "device", tensor.device))
 
 
 def components_of(value: Any) -> tuple[Any, ...]:
     """Return the components of a distributed value, or any other value as the only component, without autograd."""
-    components = value.values if isinstance(value, DistributedValues) else (value,)
-    return tuple(
-        c if isinstance(c, IndexedSlices) else arrays.as_operand(arrays.detach_read(c))
-        for c in components
-    )
+    components = (value,)
+    if isinstance(value, DistributedValues):
+        components = value.values
+    operands = []
+    for component in components:
+        if not isinstance(component, IndexedSlices):
+            component = arrays.as_operand(arrays.detach_read(component))
+        operands.append(component)
+    return tuple(operands)
 
 
 class CrossDeviceOps:
@@ -165,10 +174,10 @@ class CrossDeviceOps:
         with self._checks():
             self._check_op(reduce_op)
             check_pairs(value_destination_pairs)
-            checked = [
-                (PerReplica(components_of(value)), where)
-                for value, where in value_destination_pairs
-            ]
+            checked = []
+            for value, destinations in value_destination_pairs:
+                operand = PerReplica(components_of(value))
+                checked.append((operand, destinations))
             options = check_options(options)
         if not checked:
             return []
@@ -202,7 +211,8 @@ class CrossDeviceOps:
         with self._checks():
             check_destinations(destinations)
             accumulation.check_no_slices(per_replica_value)
-            value = PerReplica([accumulation.as_dense(c) for c in components_of(per_replica_value)])
+            components = components_of(per_replica_value)
+            value = PerReplica([accumulation.as_dense(component) for component in components])
             options = check_options(options)
         return self.gather_implementation(value, destinations, axis, options)
 

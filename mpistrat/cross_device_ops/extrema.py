@@ -41,9 +41,11 @@ def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
         then integers of their order (see `_comparable`), except on XLA devices.
     """
     values = [_comparable(op, value) for value in operands(op, components)]
+    if op is ReduceOp.PRODUCT:
+        return product(values)
     xp = api.array_namespace(values[0])
-    combine = {ReduceOp.MAX: xp.maximum, ReduceOp.MIN: xp.minimum, ReduceOp.PRODUCT: operator.mul}
-    return functools.reduce(combine[op], values)
+    extremum = {ReduceOp.MAX: xp.maximum, ReduceOp.MIN: xp.minimum}[op]
+    return functools.reduce(extremum, values)
 
 
 def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
@@ -77,12 +79,13 @@ def restored(op: ReduceOp, total: Array, like: Any) -> Array:
     xp = api.array_namespace(total)
     integer = arrays.dtype_name(total)
     if op is not ReduceOp.PRODUCT and arrays.is_floating(component) and integer in _FLOATS:
-        total = _reordered(total).view(arrays.dtype_like(_FLOATS[integer], total))
+        floating = arrays.dtype_like(_FLOATS[integer], total)
+        total = _reordered(total).view(floating)
     return arrays.cast(xp.asarray(total, device=api.device(total)), component.dtype)
 
 
-def product(factors: Array) -> Array:
-    """Multiply the elements along the first axis, one after the other. Returns: an array without that axis."""
+def product(factors: Sequence[Array]) -> Array:
+    """Multiply `factors`, arrays of one shape, one after the other."""
     return functools.reduce(operator.mul, factors)
 
 
@@ -107,16 +110,18 @@ def over_axes(op: ReduceOp, component: Any, axis: int | Sequence[int]) -> Array:
         reduced = reduce(value, axis=axes)
     else:
         least, greatest = _limits(value)
-        zeros = arrays.zeros(np.delete(value.shape, axes).tolist(), value)
-        reduced = zeros + {ReduceOp.MAX: least, ReduceOp.MIN: greatest}[op]
+        other_sizes = np.delete(value.shape, axes).tolist()
+        neutral = {ReduceOp.MAX: least, ReduceOp.MIN: greatest}[op]
+        reduced = arrays.zeros(other_sizes, value) + neutral
     return arrays.cast(xp.asarray(reduced, device=api.device(value)), dtype)
 
 
 def _widened(value: Array) -> Array:
     if arrays.is_bool(value):
         return arrays.cast(value, "uint8")
-    short = arrays.dtype_name(value).startswith(SUMMED_AS_FLOAT32)
-    return arrays.cast(value, "float32") if short else value
+    if arrays.dtype_name(value).startswith(SUMMED_AS_FLOAT32):
+        return arrays.cast(value, "float32")
+    return value
 
 
 def _comparable(op: ReduceOp, value: Array) -> Array:
@@ -131,10 +136,12 @@ def _comparable(op: ReduceOp, value: Array) -> Array:
     if op is ReduceOp.PRODUCT or integer is None or arrays.is_on_xla(value):
         return value
     xp = api.array_namespace(value)
-    ordered = _reordered(value.view(arrays.dtype_like(integer, value)))
+    bits = value.view(arrays.dtype_like(integer, value))
+    ordered = _reordered(bits)
     least, greatest = _limits(ordered)
     winning = {ReduceOp.MAX: greatest, ReduceOp.MIN: least}[op]
-    return xp.where(value != value, xp.full_like(ordered, winning), ordered)
+    is_nan = value != value
+    return xp.where(is_nan, xp.full_like(ordered, winning), ordered)
 
 
 def _limits(like: Array) -> tuple[Any, Any]:

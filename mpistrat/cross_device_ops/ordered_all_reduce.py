@@ -93,8 +93,10 @@ class OrderedAllReduce(MpiAllReduce):
         totals = dict(zip(exact, sums, strict=True))
         for group in packing.groups(firsts, merged.bytes_per_pack):
             like = [firsts[i] for i in group]
-            of_replicas = list(zip(*[operands[i] for i in group], strict=True))
-            reduction = reducing(label=packing.name_of(name_of(reduce_op, label), like))
+            components = [operands[i] for i in group]
+            of_replicas = list(zip(*components, strict=True))
+            name = packing.name_of(name_of(reduce_op, label), like)
+            reduction = reducing(label=name)
             sums = self._sum(self._packer, NO_MEMORY, like, of_replicas, reduction, packing.unpack)
             sums = self._finished(reduce_op, sums, [values[i] for i in group])
             totals.update(zip(group, sums, strict=True))
@@ -129,7 +131,8 @@ class OrderedAllReduce(MpiAllReduce):
         """Gather one value of all replicas, and return their product, multiplied in replica order. Collective."""
         with self.communicator.raising_together():
             factors = extrema.operands(ReduceOp.PRODUCT, components)
-        gathered = self.all_gather([factor[None] for factor in factors], 0, name, options)
+        rows = [factor[None] for factor in factors]
+        gathered = self.all_gather(rows, 0, name, options)
         return extrema.product(gathered)
 
     def _sum(
@@ -161,10 +164,13 @@ class OrderedAllReduce(MpiAllReduce):
         # If any rank has several replicas, 16-bit floats are summed as float32, and rounded once, at the end.
         short = arrays.dtype_name(like[0]).startswith(SUMMED_AS_FLOAT32)
         widens = short and max(counted) > 1
-        summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
-        within = window if tree.one_each else NO_MEMORY
+        dtype = like[0].dtype
+        if widens:
+            dtype = arrays.dtype_like("float32", like[0])
+        if not tree.one_each:
+            window = NO_MEMORY
         rows = len(of_rank.left)
-        sums = packer.memory(rows * length, like[0], summed, within)
+        sums = packer.memory(rows * length, like[0], dtype, window)
         sums = sums.reshape(rows, length)
         _add_up(of_rank, sums, packer, like, values, cut)
         host = arrays.to_host(sums)
@@ -235,4 +241,6 @@ def _first_of_rounded(components: Sequence[Any]) -> Array | None:
     accumulation.check_summable(components)
     first = components[0]
     is_rounded = arrays.is_floating(first) or arrays.dtype_name(first).startswith("complex")
-    return first if is_rounded else None
+    if is_rounded:
+        return first
+    return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 import sys
@@ -27,7 +26,6 @@ from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
 from mpistrat.communicators.recycled_buffers import SMALLEST, RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
 
-_NEEDS_GRAD = operator.attrgetter("requires_grad")
 LAYOUT = operator.attrgetter("dtype", "device", "shape")
 # Programs may reduce different parameters in turn, such as a generator's and a discriminator's, so a packer keeps the
 # last _TURNS plans. A plan keeps _PACKS packs for each group of tensors, because a program that accumulates gradients
@@ -59,19 +57,16 @@ class Pack:
     def references(self) -> Any:
         """Return how many references Python and torch have to the memory and to each piece.
 
-        Returns: a tuple of these counts, the addresses of the memory and of the pieces, and whether each piece needs
+        Returns: a list of these counts, the addresses of the memory and of the pieces, and whether each piece needs
             gradients. If it equals `alone`, nobody uses the pack, and nobody has changed its pieces.
         """
-        torch = sys.modules["torch"]
         storage = self.flat.untyped_storage()
-        return (
-            torch._C._storage_Use_Count(storage._cdata),
-            *(sys.getrefcount(storage), self.flat.data_ptr()),
-            *map(sys.getrefcount, self.pieces),
-            *map(torch.Tensor._use_count, self.pieces),
-            *map(torch.Tensor.data_ptr, self.pieces),
-            *map(_NEEDS_GRAD, self.pieces),
-        )
+        in_torch = sys.modules["torch"]._C._storage_Use_Count(storage._cdata)
+        found = [in_torch, sys.getrefcount(storage), self.flat.data_ptr()]
+        for piece in self.pieces:
+            found += (sys.getrefcount(piece), piece._use_count())
+            found += (piece.data_ptr(), piece.requires_grad)
+        return found
 
 
 class PackPlan(NamedTuple):
@@ -133,7 +128,8 @@ class Packer:
                 if pack.references() == pack.alone:
                     break
             else:
-                pack = self._new_pack([like[i] for i in group], group, communicator, asks)
+                tensors = [like[i] for i in group]
+                pack = self._new_pack(tensors, group, communicator, asks)
                 if pack.alone:
                     kept[:] = [pack, *kept][:_PACKS]
             packs.append(pack)
@@ -199,7 +195,8 @@ class Packer:
         Returns: the flat array, of shape [length], and for each value a view of it in the value's shape.
         """
         first = values[0]
-        if not arrays.is_torch(first) or length * first.dtype.itemsize >= SMALLEST:
+        nbytes = length * first.dtype.itemsize
+        if not arrays.is_torch(first) or nbytes >= SMALLEST:
             flat = self._recycled.empty((length,), first.dtype)
         else:
             flat = first.new_empty(length)
@@ -221,16 +218,23 @@ def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPl
         like: the tensors.
         indices: the indices in `like` of the tensors to pack.
     """
-    plan = PackPlan(key, [(group, []) for group in alike(like, indices)])
+
+    def nbytes(group: list[int]) -> int:
+        return sum([like[i].nbytes for i in group])
+
     # The largest pack comes first: all other packs then lie in the window that it asks for.
-    plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
-    return plan
+    groups = sorted(alike(like, indices), key=nbytes, reverse=True)
+    return PackPlan(key, [(group, []) for group in groups])
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
     """Return the dtypes, devices, shapes and strides of tensors, to compare: equal lists have equal packs."""
-    some = list(tensors)
-    return [*map(LAYOUT, some), *map(sys.modules["torch"].Tensor.stride, some)]
+    kinds = []
+    strides = []
+    for tensor in tensors:
+        kinds.append(LAYOUT(tensor))
+        strides.append(tensor.stride())
+    return kinds + strides
 
 
 def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
@@ -242,11 +246,10 @@ def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
     dtypes = {tensor.dtype for tensor in some}
     if len(dtypes) == 1 and _are_on_host(some):
         return [list(indices)]
-    found: dict[tuple[Any, Any], list[int]] = {}
+    groups = collections.defaultdict(list)
     for i, tensor in zip(indices, some, strict=True):
-        place = (tensor.dtype, _device_of(tensor))
-        found.setdefault(place, []).append(i)
-    return list(found.values())
+        groups[tensor.dtype, _device_of(tensor)].append(i)
+    return list(groups.values())
 
 
 def _are_on_host(values: Sequence[Any]) -> bool:
@@ -259,7 +262,9 @@ def _are_on_host(values: Sequence[Any]) -> bool:
 def _device_of(array: Array) -> Any:
     if not arrays.is_torch(array):
         return None
-    return "cpu" if array.is_meta or array.is_cpu else array.device
+    if array.is_meta or array.is_cpu:
+        return "cpu"
+    return array.device
 
 
 def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Array]]:
@@ -268,14 +273,16 @@ def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Arr
     Args: bytes_per_pack: a group ends once its bytes exceed this, so the array that exceeds it is in the group; 0 is no
         limit.
     """
-    groups: list[list[Array]] = []
+    groups = []
+    group: list[Array] = []
     limit = bytes_per_pack or sys.maxsize
     filled = math.inf  # the first value begins a group
     for value in values:
-        if filled > limit or value.dtype != groups[-1][0].dtype:
-            groups.append([])
+        if filled > limit or value.dtype != group[0].dtype:
+            group = []
+            groups.append(group)
             filled = 0
-        groups[-1].append(value)
+        group.append(value)
         filled += arrays.num_elements(value) * arrays.itemsize(value)
     return groups
 
@@ -284,9 +291,12 @@ def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
     """Join `values` into one flat array, cut into `num_packs` equal parts; the last part also takes the remainder."""
     flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
-    starts = (np.arange(num_packs) * length).tolist()
-    ends = [*starts[1:], None]
-    return [flat[first:end] for first, end in zip(starts, ends, strict=True)]
+    packs = []
+    for i in range(num_packs - 1):
+        start = i * length
+        packs.append(flat[start : start + length])
+    last = (num_packs - 1) * length
+    return [*packs, flat[last:]]
 
 
 def concatenated(values: Sequence[Array]) -> Array:
@@ -304,8 +314,9 @@ def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
     unpacked = []
     end = 0
     for value in like:
+        start = end
         end += value.size
-        unpacked.append(flat[end - value.size : end].reshape(value.shape))
+        unpacked.append(flat[start:end].reshape(value.shape))
     return unpacked
 
 
@@ -388,16 +399,20 @@ def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
     """Copy each of `values` into its piece; None fills the piece with zeros, a sparse tensor becomes dense."""
     if pieces[0].__class__ is np.ndarray:
         for piece, value in zip(pieces, values, strict=True):
-            piece[...] = 0 if value is None else value
+            if value is None:
+                value = 0
+            piece[...] = value
         return
     targets = []
     sources = []
     for piece, value in zip(pieces, values, strict=True):
         if value is None:
             piece.zero_()
-        else:
-            targets.append(piece)
-            sources.append(value.to_dense() if value.is_sparse else value)
+            continue
+        if value.is_sparse:
+            value = value.to_dense()
+        targets.append(piece)
+        sources.append(value)
     if targets:
         sys.modules["torch"]._foreach_copy_(targets, sources)
 
@@ -409,13 +424,11 @@ def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped")
     """
     for piece, value in zip(pieces, values, strict=True):
         if value is not None:
-            piece += value.to_dense() if getattr(value, "is_sparse", False) else value
+            if getattr(value, "is_sparse", False):
+                value = value.to_dense()
+            piece += value
         elif absent == "zero":
             piece += 0
-
-
-# The types of values that share no pack.
-_WITHOUT = frozenset([IndexedSlices, type(None)])
 
 
 def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
@@ -425,29 +438,34 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
 
     Args: bytes_per_pack: a pack ends once it has more than this many bytes; 0 is no limit.
     """
-    dense = [i for i, value in enumerate(values) if type(value) not in _WITHOUT]
+    dense = []
+    for i, value in enumerate(values):
+        if value is not None and not isinstance(value, IndexedSlices):
+            dense.append(i)
     if len(dense) == 1:
         return [dense]
     found = alike(values, dense)
-    if bytes_per_pack:
-        found = [part for group in found for part in _cut(group, values, bytes_per_pack)]
-    return found
-
-
-def _cut(group: list[int], values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
-    """Cut the indices of `group` as `group_by_size` cuts their values."""
-    rest = iter(group)
-    parts = group_by_size([values[i] for i in group], bytes_per_pack)
-    return [list(itertools.islice(rest, len(part))) for part in parts]
+    if not bytes_per_pack:
+        return found
+    packs = []
+    for group in found:
+        start = 0
+        for part in group_by_size([values[i] for i in group], bytes_per_pack):
+            end = start + len(part)
+            packs.append(group[start:end])
+            start = end
+    return packs
 
 
 def name_of(name: str, like: Sequence[Array]) -> str:
     """Return the label of a pack: `name`, and for several arrays also their shapes."""
     if len(like) == 1:
         return name
-    return _with_shapes(name, tuple([array.shape for array in like]))
+    shapes = tuple([array.shape for array in like])
+    return _with_shapes(name, shapes)
 
 
 @functools.lru_cache(maxsize=1024)
 def _with_shapes(name: str, shapes: tuple[tuple[int, ...], ...]) -> str:
-    return f"{name} {','.join(str(list(shape)) for shape in shapes)}"
+    listed = ",".join(str(list(shape)) for shape in shapes)
+    return f"{name} {listed}"

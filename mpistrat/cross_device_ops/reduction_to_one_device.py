@@ -51,13 +51,17 @@ class ReductionToOneDevice(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> Any:
         values = per_replica_value.values
-        total = values[0] if len(values) == 1 else self.combine(reduce_op, values)
+        total = values[0]
+        if len(values) > 1:
+            total = self.combine(reduce_op, values)
         return place(total, destinations)
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
         """Return the sum, or for MEAN the mean, of two or more components of one value, on one device."""
         total = self.add(values)
-        return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
+        if reduce_op is ReduceOp.MEAN:
+            return accumulation.divide(total, len(values))
+        return total
 
     def add(self, values: Sequence[Any]) -> Any:
         """Return the sum of two or more components of one value, on one device, by `accumulation_fn`.

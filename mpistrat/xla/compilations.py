@@ -16,6 +16,8 @@ from mpistrat.values import select_replica
 # input.
 _EXPECTED_CALLS = 3
 
+_Shapes = tuple[str, ...]  # of the leaves of a step's arguments
+
 
 @dataclasses.dataclass
 class Compiled:
@@ -32,7 +34,7 @@ class Compiled:
 
     step: str
     code: object
-    shapes: tuple[str, ...]
+    shapes: _Shapes
     graphs: int = 0
     calls: int = 0
 
@@ -74,7 +76,7 @@ class Compilations:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.all: list[Compiled] = []
-        self._of_step: dict[tuple[str, object], dict[tuple[str, ...], Compiled]] = {}
+        self._of_step: dict[object, dict[_Shapes, Compiled]] = {}  # by (step, code)
         # (code, kind of each argument) of the calls so far
         self._known: set[tuple[object, ...]] = set()
 
@@ -88,11 +90,13 @@ class Compilations:
             graphs: number of graphs that XLA compiled in this call; 0 if none.
         """
         code = _code_of(fn)
-        call = (code, *map(_kind_of, nest.flatten(arguments)))
+        kinds = [_kind_of(leaf) for leaf in nest.flatten(arguments)]
+        call = (code, *kinds)
         if not graphs and call in self._known:
             return  # nearly every call ends here, so the lines above must be fast
         self._known.add(call)
-        shapes = tuple(map(_shape, nest.flatten(select_replica(0, arguments))))
+        leaves = nest.flatten(select_replica(0, arguments))
+        shapes = tuple(_shape(leaf) for leaf in leaves)
         compiled = self._with_shapes(name_of(fn), code, shapes, tells=graphs > 0)
         if graphs:
             compiled.graphs += graphs
@@ -105,7 +109,7 @@ class Compilations:
                 )
 
     def _with_shapes(
-        self, step: str, code: object, shapes: tuple[str, ...], tells: bool
+        self, step: str, code: object, shapes: _Shapes, tells: bool
     ) -> Compiled:
         """Return the entry of a step for these shapes; make and keep a new entry if there is none.
 
@@ -121,7 +125,7 @@ class Compilations:
             self.all.append(known[shapes])
         return known[shapes]
 
-    def _new_shape(self, step: str, before: tuple[str, ...], shapes: tuple[str, ...]) -> str:
+    def _new_shape(self, step: str, before: _Shapes, shapes: _Shapes) -> str:
         changes = [
             f"argument array {i} is {new}, and was {old}"
             for i, (old, new) in enumerate(zip(before, shapes, strict=False))
@@ -139,11 +143,11 @@ class Compilations:
 
         Returns: "" if no step was called.
         """
-        return "\n".join(
-            f"{compiled.step}: {_number_of(compiled.graphs)} for "
-            f"{', '.join(compiled.shapes) or 'no arrays'}"
-            for compiled in self.all
-        )
+        lines = []
+        for compiled in self.all:
+            shapes = ", ".join(compiled.shapes) or "no arrays"
+            lines.append(f"{compiled.step}: {_number_of(compiled.graphs)} for {shapes}")
+        return "\n".join(lines)
 
 
 def _number_of(graphs: int) -> str:
@@ -157,8 +161,12 @@ def _kind_of(leaf: Any) -> object:
     Of a distributed value, the first replica's component counts.
     """
     leaf = select_replica(0, leaf)
-    return (leaf.shape, leaf.dtype) if arrays.is_array(leaf) else type(leaf)
+    if arrays.is_array(leaf):
+        return leaf.shape, leaf.dtype
+    return type(leaf)
 
 
 def _shape(leaf: Any) -> str:
-    return arrays.described(leaf) if arrays.is_array(leaf) else type(leaf).__name__
+    if arrays.is_array(leaf):
+        return arrays.described(leaf)
+    return type(leaf).__name__

@@ -70,13 +70,15 @@ class CoreValues:
         Works inside and outside a step; inside, every core can compute with all of the list's tensors.
         Returns: one tensor per core, of the shape and dtype of `value`, without autograd history.
         """
-        is_here = (torch.arange(self._count, device=self._device) == self.number()).view(
-            self._count, *(1,) * value.ndim
-        )
+        numbers = torch.arange(self._count, device=self._device)
+        is_here = (numbers == self.number()).view(self._count, *(1,) * value.ndim)
         # Each core makes a table with its value in its row and zeros in the other rows; the sum of these tables has all
         # values. This is done because GSPMD handles slices of a spread tensor badly, or not at all.
-        number = value.detach().to(torch.uint8) if value.dtype == torch.bool else value.detach()
-        table = self._sum(torch.where(is_here, number.unsqueeze(0), torch.zeros_like(number)))
+        number = value.detach()
+        if value.dtype == torch.bool:
+            number = number.to(torch.uint8)
+        own_table = torch.where(is_here, number.unsqueeze(0), torch.zeros_like(number))
+        table = self._sum(own_table)
         if not self._inside():
             table = self.whole(table, table.shape)
         return list(table.to(value.dtype).unbind(0))
@@ -115,12 +117,14 @@ class CoreValues:
 
         Args: ndim: number of the tensor's dimensions after the first.
         """
-        return self._layouts.sharding((self._num_all_devices,), (0, *(None,) * ndim))
+        uncut = (None,) * ndim
+        return self._layouts.sharding((self._num_all_devices,), (0, *uncut))
 
     def whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return a copy of `value` that XLA takes for one tensor shared by all cores. Each core keeps its own data.
 
         Args: shape: the shape of `value`.
         """
-        everywhere = self._layouts.sharding((self._num_all_devices,), (None,) * len(shape))
+        uncut = (None,) * len(shape)
+        everywhere = self._layouts.sharding((self._num_all_devices,), uncut)
         return self._layouts.whole_of(value.clone(), everywhere, shape)

@@ -48,17 +48,23 @@ class LazyAllReduce(MpiAllReduce):
         on_host = [i for i in indices if like[i].device.type != "xla"]
         sums = super().all_reduce_packs(packer, like, on_host, contributions, reduction_of)
         (gradients,) = contributions
-        for group in packing.alike(like, [i for i in indices if i not in sums]):
-            shapes = [like[i] for i in group]
-            flat = packing.concatenated([_taken_from(gradients, i, like[i]) for i in group])
+        on_xla = [i for i in indices if i not in sums]
+        for group in packing.alike(like, on_xla):
+            parameters = [like[i] for i in group]
+            taken = [_taken_from(gradients, i, like[i]) for i in group]
+            flat = packing.concatenated(taken)
+            del taken
             total = self._sum(packer, self._sum_of_rank(flat), reduction_of(group))
-            sums.update(zip(group, packing.unpack(total.to(flat.dtype), shapes), strict=True))
+            pieces = packing.unpack(total.to(flat.dtype), parameters)
+            sums.update(zip(group, pieces, strict=True))
         return sums
 
     def _sum(self, packer: Packer, flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         communicator = self.communicator
         if communicator.size == 1:
-            return flat if reduction.scale is None else flat * reduction.scale
+            if reduction.scale is None:
+                return flat
+            return flat * reduction.scale
         if communicator.takes_device_buffers:
             communicator.all_reduce(flat, reduction)
             return flat
@@ -80,4 +86,6 @@ def _taken_from(gradients: list[Any], index: int, parameter: torch.Tensor) -> to
     gradients[index] = parameter.grad = None
     if gradient is None:
         return torch.zeros_like(parameter)
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    return gradient

@@ -83,13 +83,16 @@ class LogicalDevices:
         Returns: the tensor or a copy: see the class.
         Raises: ValueError if the replica has several logical devices, and `tensor` is not on XLA devices.
         """
-        return self._lay_out(tensor, (self._count,), (None,) * len(tensor.shape))
+        uncut = (None,) * len(tensor.shape)
+        return self._lay_out(tensor, (self._count,), uncut)
 
     def _lay_out(self, tensor: Any, mesh: Sequence[int], cut: Sequence[int | None]) -> Any:
         if self._count == 1:
             return tensor
         if not arrays.is_on_xla(tensor):
-            where = tensor.device if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            where = type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                where = str(tensor.device)
             raise ValueError(
                 f"only a tensor on the replica's device can be laid out over its logical devices, and this is on "
                 f"{where}: move it there first, tensor.to({str(self._runtime.device(0))!r})"

@@ -61,7 +61,7 @@ def _replicas_of_ranks(
 
     Raises: ValueError if a replica has cores of several ranks, or if two replicas share a core.
     """
-    found: dict[int, list[tuple[int, ...]]] = collections.defaultdict(list)
+    found = collections.defaultdict(list)
     users: dict[tuple[int, int], int] = {}
     for replica, cores in enumerate(assignment.core_assignment.tolist()):
         tasks = {topology.task_ordinal_at_coordinates(core) for core in cores}
@@ -71,11 +71,12 @@ def _replicas_of_ranks(
                 f"per host, or give it at most {topology.num_tpus_per_task} cores, as many as a rank has"
             )
         (task,) = tasks
-        ordinals = tuple(map(topology.tpu_device_ordinal_at_coordinates, cores))
+        ordinals = [topology.tpu_device_ordinal_at_coordinates(core) for core in cores]
         for ordinal in ordinals:
-            if (other := users.setdefault((task, ordinal), replica)) != replica:
+            other = users.setdefault((task, ordinal), replica)
+            if other != replica:
                 raise ValueError(
                     f"replicas {other} and {replica} both have core {ordinal} of rank {task}"
                 )
-        found[task].append(ordinals)
+        found[task].append(tuple(ordinals))
     return found

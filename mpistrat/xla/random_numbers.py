@@ -6,7 +6,6 @@ operation draws the numbers of all cores, a row for each core, and each core tak
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 # `from` is a keyword of Python, so getattr is needed.
-_RANDOM_FROM, _RANDOM_FROM_ = (getattr(op, "from") for op in (aten.random, aten.random_))
+_RANDOM_FROM = getattr(aten.random, "from")
+_RANDOM_FROM_ = getattr(aten.random_, "from")
 
 # Names of the torch functions that draw their numbers for all cores at once.
 DRAWING = frozenset(
@@ -116,14 +116,18 @@ _FILLED_LIKE: dict[Any, _Fill] = {
     aten.random.to: torch.Tensor.random_,
     _RANDOM_FROM: torch.Tensor.random_,
 }
+# For an operation that returns a tensor of a size: the method that fills the tensor, and the dtype of a call that names
+# none; None is torch's default dtype.
+_FILLED_OF_SIZE: dict[Any, tuple[_Fill, torch.dtype | None]] = {
+    aten.rand.default: (torch.Tensor.uniform_, None),
+    aten.randn.default: (torch.Tensor.normal_, None),
+    aten.randint.default: (torch.Tensor.random_, torch.int64),
+    aten.randint.low: (torch.Tensor.random_, torch.int64),
+    aten.normal.float_float: (torch.Tensor.normal_, None),
+}
 # For any other operation that returns a new tensor of random numbers: the function to call instead.
 _MAKING: dict[Any, Callable[..., torch.Tensor]] = {
     aten.bernoulli.default: _bernoulli,
-    aten.rand.default: functools.partial(_of_size, torch.Tensor.uniform_, None),
-    aten.randn.default: functools.partial(_of_size, torch.Tensor.normal_, None),
-    aten.randint.default: functools.partial(_of_size, torch.Tensor.random_, torch.int64),
-    aten.randint.low: functools.partial(_of_size, torch.Tensor.random_, torch.int64),
-    aten.normal.float_float: functools.partial(_of_size, torch.Tensor.normal_, None),
     aten.normal.Tensor_Tensor: _normal,
     aten.normal.Tensor_float: _normal,
     aten.normal.float_Tensor: _normal,
@@ -155,6 +159,10 @@ class OwnRandomNumbers(TorchDispatchMode):
         if func in _FILLED_LIKE:
             with self:
                 return _like(_FILLED_LIKE[func], *args, **kwargs)
+        if func in _FILLED_OF_SIZE:
+            fill, usual = _FILLED_OF_SIZE[func]
+            with self:
+                return _of_size(fill, usual, *args, **kwargs)
         if func in _MAKING:
             with self:
                 return _MAKING[func](*args, **kwargs)
@@ -168,5 +176,9 @@ class OwnRandomNumbers(TorchDispatchMode):
 
 
 def _is_on_xla(args: Any, kwargs: Any) -> bool:
-    devices = [a.device for a in args if isinstance(a, torch.Tensor)] or [kwargs.get("device")]
-    return str(devices[0]).startswith("xla")
+    device = kwargs.get("device")
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            device = argument.device
+            break
+    return str(device).startswith("xla")

@@ -62,7 +62,8 @@ def _started(result: Any) -> Any:
             parts += leaf.values
         else:
             parts.append(leaf)
-    xla.start().graphs.start([part for part in parts if arrays.is_on_xla(part)])
+    on_devices = [part for part in parts if arrays.is_on_xla(part)]
+    xla.start().graphs.start(on_devices)
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -76,7 +75,8 @@ class DeviceAssignment:
         for replica, of_replica in enumerate(cores.tolist()):
             for logical_core, coordinates in enumerate(of_replica):
                 task = topology.task_ordinal_at_coordinates(coordinates)
-                self._replicas.setdefault((task, logical_core), []).append(replica)
+                of_core = self._replicas.setdefault((task, logical_core), [])
+                of_core.append(replica)
 
     @classmethod
     def build(
@@ -162,11 +162,12 @@ class DeviceAssignment:
 
         Raises: ValueError if there is no replica `replica`, or if it has no core number `logical_core`.
         """
-        counts = (self.num_replicas, self.num_cores_per_replica)
-        if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):
+        has_replica = 0 <= replica < self.num_replicas
+        has_core = 0 <= logical_core < self.num_cores_per_replica
+        if not (has_replica and has_core):
             raise ValueError(
-                f"no logical core {logical_core} of replica {replica}: there are {counts[0]} replicas of "
-                f"{counts[1]} cores, counted from 0"
+                f"no logical core {logical_core} of replica {replica}: there are {self.num_replicas} replicas of "
+                f"{self.num_cores_per_replica} cores, counted from 0"
             )
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
@@ -268,11 +269,15 @@ def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:
     """
     grid = [1] * MESH_RANK
     remaining = num_replicas
-    in_turn = sorted(range(MESH_RANK), key=lambda axis: (room[axis], (axis + 1) % MESH_RANK))
-    for axes_left, axis in zip(range(MESH_RANK, 0, -1), in_turn, strict=True):
-        while grid[axis] < room[axis] and grid[axis] ** axes_left < remaining:
-            grid[axis] += 1
-        remaining = -(-remaining // grid[axis])
+    by_preference = [3, 0, 1, 2]
+    by_preference.sort(key=lambda axis: room[axis])
+    for axes_done, axis in enumerate(by_preference):
+        axes_left = MESH_RANK - axes_done
+        length = 1
+        while length < room[axis] and length**axes_left < remaining:
+            length += 1
+        grid[axis] = length
+        remaining = math.ceil(remaining / length)
     return tuple(grid)
 
 
@@ -285,7 +290,9 @@ def _blocks(shape: Lengths, stride: Lengths, grid: Lengths) -> NDArray[np.int64]
     Args: grid: number of replicas along x, y, z and the cores of a chip.
     Returns: integers of shape [replicas, cores per replica, 4]; the last axis is (x, y, z, core on the chip).
     """
-    z, y, x, core = np.indices((grid[2], grid[1], grid[0], grid[3])).reshape(MESH_RANK, -1)
+    along_x, along_y, along_z, on_chip = grid
+    numbers = np.indices((along_z, along_y, along_x, on_chip))
+    z, y, x, core = numbers.reshape(MESH_RANK, -1)
     place = np.stack([x, y, z, core], axis=-1)
     block, offset = np.divmod(place, stride)
     starts = block * np.multiply(shape, stride) + offset
@@ -304,8 +311,9 @@ def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
     starts = ring_order(grid[:3]) * shape[:3]
     chips = starts[:, np.newaxis] + ring_order(shape[:3])
     of_cores = np.repeat(chips, shape[3], axis=1)
-    cores = np.arange(of_cores.shape[1]) % shape[3]
-    cores = np.broadcast_to(cores[:, np.newaxis], (*of_cores.shape[:2], 1))
+    num_replicas, num_cores, _ = of_cores.shape
+    cores = np.arange(num_cores)[:, np.newaxis] % shape[3]
+    cores = np.broadcast_to(cores, (num_replicas, num_cores, 1))
     return np.concatenate([of_cores, cores], axis=-1)
 
 
@@ -349,7 +357,7 @@ def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
     lengths = np.asarray(shape)
     long = lengths[lengths > 1]
     if len(long) < 2 or (long % 2).any():
-        z, y, x = np.indices(tuple(reversed(shape))).reshape(3, -1)
+        z, y, x = np.indices(shape[::-1]).reshape(3, -1)
         return np.stack([x, y, z], axis=-1)
     axes = np.argsort(lengths == 1, kind="stable")  # in a plane, the axis of length 1 comes last
     ring = np.array(_ring(*lengths[axes].tolist()))
@@ -368,7 +376,8 @@ def _ring(width: int, height: int, depth: int) -> list[Chip]:
         13   12   11   10
     """
     row = [(x,) for x in range(1, width)]
-    return [(0, 0, 0), *_there_and_back(_there_and_back(row, height), depth)]
+    layer = _there_and_back(row, height)
+    return [(0, 0, 0), *_there_and_back(layer, depth)]
 
 
 def _there_and_back(path: Sequence[Chip], layers: int) -> list[Chip]:
@@ -376,7 +385,10 @@ def _there_and_back(path: Sequence[Chip], layers: int) -> list[Chip]:
 
     Every second layer is passed backwards. Then come the chips at coordinates 0, from the last layer down to layer 1.
     """
-    in_turn = itertools.islice(itertools.cycle((path, path[::-1])), layers)
-    up = [(*chip, layer) for layer, chips in enumerate(in_turn) for chip in chips]
+    up = []
+    for layer in range(layers):
+        up += [(*chip, layer) for chip in path]
+        path = path[::-1]
     corner = (0,) * len(path[0])
-    return up + [(*corner, layer) for layer in reversed(range(1, layers))]
+    down = [(*corner, layer) for layer in reversed(range(1, layers))]
+    return up + down

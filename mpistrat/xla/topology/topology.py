@@ -172,6 +172,8 @@ class TpuTopology:
 
 Topology = TpuTopology  # its name in tf.tpu.experimental
 
+_Place = tuple[int, ...]  # coordinates
+
 
 class _Places:
     """Finds the device at given coordinates.
@@ -182,7 +184,7 @@ class _Places:
 
     def __init__(self, mesh: NDArray[np.int32], devices: NDArray[np.int32]) -> None:
         self._mesh = mesh.tolist()
-        self._device_at: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._device_at: dict[_Place, tuple[int, int]] = {}
         for task, of_task in enumerate(devices.tolist()):
             for device, coordinates in enumerate(of_task):
                 place = tuple(coordinates)
@@ -194,10 +196,13 @@ class _Places:
                     raise ValueError(f"{here}, and so is device {other} of task {other_task}")
         self.num_empty = math.prod(self._mesh) - len(self._device_at)
 
-    def _has(self, place: tuple[int, ...]) -> bool:
+    def _has(self, place: _Place) -> bool:
         if len(place) != MESH_RANK:
             return False
-        return all(0 <= at < length for at, length in zip(place, self._mesh, strict=True))
+        for at, length in zip(place, self._mesh, strict=True):
+            if not 0 <= at < length:
+                return False
+        return True
 
     def find(self, coordinates: Sequence[int]) -> tuple[int, int]:
         """Return (task, number among the task's devices) of the device at `coordinates`.
@@ -207,16 +212,18 @@ class _Places:
         place = tuple(map(operator.index, coordinates))
         if place in self._device_at:
             return self._device_at[place]
-        why = (
-            f"it is one of the {self.num_empty} places of the mesh {self._mesh} without one"
-            if self._has(place)
-            else f"the mesh is {self._mesh}, so coordinates are four numbers from 0 to {[n - 1 for n in self._mesh]}"
-        )
+        if self._has(place):
+            why = f"it is one of the {self.num_empty} places of the mesh {self._mesh} without one"
+        else:
+            last = [length - 1 for length in self._mesh]
+            why = f"the mesh is {self._mesh}, so coordinates are four numbers from 0 to {last}"
         raise ValueError(f"no TPU device at {list(place)}: {why}")
 
 
 def _of_job(job: str | None) -> str:
-    return "" if job is None else f"/job:{job}"
+    if job is None:
+        return ""
+    return f"/job:{job}"
 
 
 def _parse(serialized: bytes) -> tuple[Any, Any]:
