@@ -49,7 +49,9 @@ class Collectives:
                 _all_reduce_sparse(self.communicator, tensor, op)
                 continue
             kind = getattr(op, "op", op), tensor.dtype
-            how = self._combinations.get(kind) or combination_of(op, tensor.dtype, self._size)
+            how = self._combinations.get(kind)
+            if how is None:
+                how = combination_of(op, tensor.dtype, self._size)
             if (
                 how.of_numpy
                 and tensor.is_contiguous()
@@ -72,7 +74,8 @@ class Collectives:
     def reduce(self, tensors: Tensors, root: int, op: Any) -> None:
         for tensor in tensors:
             how = combination_of(op, tensor.dtype, self._size)
-            if self._rank != root and (how.factor is not None or how.divisor is not None):
+            writes = how.factor is not None or how.divisor is not None
+            if writes and self._rank != root:
                 tensor = tensor.detach().clone()  # the program's tensor stays as it is
             with operand(tensor, how) as buffer:
                 self.communicator.reduce(buffer, root, how.reduction)
@@ -91,7 +94,8 @@ class Collectives:
             self.communicator.all_gather_into(sent, buffer)
 
     def all_gather_singles(self, outs: Tensors, tensors: Tensors) -> None:
-        for out, tensor in zip(outs, unwritten(tensors, [*zip(outs, strict=True)]), strict=True):
+        inputs = unwritten(tensors, [[out] for out in outs])
+        for out, tensor in zip(outs, inputs, strict=True):
             self.all_gather_single(out, tensor)
 
     def all_gather(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
@@ -103,8 +107,10 @@ class Collectives:
         """
         for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
             _check_one_a_rank(self.communicator, "all_gather", outs)
-            if {(out.shape, out.dtype) for out in outs} == {(tensor.shape, tensor.dtype)}:
-                gathered = self._buffers.empty((self._size, *tensor.shape), tensor.dtype)
+            kinds = {(out.shape, out.dtype) for out in outs}
+            if kinds == {(tensor.shape, tensor.dtype)}:
+                shape = (self._size, *tensor.shape)
+                gathered = self._buffers.empty(shape, tensor.dtype)
                 self.communicator.all_gather_into(read(tensor), gathered)
                 parts: Tensors = gathered.unbind()
             else:
@@ -148,8 +154,9 @@ class Collectives:
                 row = buffer.view(1, -1)
                 rows = row[:0]
                 if here:
-                    _check_one_a_rank(self.communicator, "scatter", lists[i])
-                    rows = torch.stack([part.detach().reshape(-1) for part in lists[i]])
+                    parts = lists[i]
+                    _check_one_a_rank(self.communicator, "scatter", parts)
+                    rows = torch.stack([part.detach().reshape(-1) for part in parts])
                 self.communicator.all_to_all(rows, row, sent, received, label=label)
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, op: Any) -> None:
@@ -168,7 +175,8 @@ class Collectives:
                 buffer.div_(how.divisor, rounding_mode="trunc")
 
     def reduce_scatter_singles(self, outs: Tensors, tensors: Tensors, op: Any) -> None:
-        for out, tensor in zip(outs, unwritten(tensors, [*zip(outs, strict=True)]), strict=True):
+        inputs = unwritten(tensors, [[out] for out in outs])
+        for out, tensor in zip(outs, inputs, strict=True):
             self.reduce_scatter_single(out, tensor, op)
 
     def reduce_scatter(self, outs: Tensors, lists: Sequence[Tensors], op: Any) -> None:
@@ -182,11 +190,13 @@ class Collectives:
         for out, parts in zip(outs, lists, strict=True):
             _check_one_a_rank(self.communicator, "reduce_scatter", parts)
             whole = flat(parts, self._buffers)
-            if len(set(lengths(parts))) == 1:
+            counts = lengths(parts)
+            if len(set(counts)) == 1:
                 self.reduce_scatter_single(out, whole, op)
             else:
                 self.all_reduce([whole], op)
-                out.detach().copy_(whole.split(lengths(parts))[self._rank].view(out.shape))
+                part = whole.split(counts)[self._rank]
+                out.detach().copy_(part.view(out.shape))
 
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]

@@ -80,9 +80,13 @@ class _Pool:
         """
         if self.comm.size == 1:
             return GroupCommunicators(0, LocalCommunicator())
-        free = {n: sent for n, used in self.free.items() if (sent := used.on_their_way) is not None}
+        free = {}
+        for number, used in self.free.items():
+            on_their_way = used.on_their_way
+            if on_their_way is not None:
+                free[number] = on_their_way
         free_on_ranks = self.comm.allgather(free)
-        for number in sorted(set.intersection(*map(set, free_on_ranks))):
+        for number in sorted(set(free).intersection(*free_on_ranks)):
             # A sum other than 0 shows messages that were sent and not received. They must not reach the next group.
             if not sum(each[number] for each in free_on_ranks):
                 return self.free.pop(number)
@@ -137,7 +141,8 @@ class CommunicatorPools:
                     raise ValueError(
                         f"init_process_group got rank= {order}, by rank of MPI, but each rank must have its own"
                     )
-                members = self._world = tuple(sorted(range(len(order)), key=order.__getitem__))
+                by_rank = sorted(range(len(order)), key=order.__getitem__)
+                members = self._world = tuple(by_rank)
             pool = self._pools.get(members)
             if pool is None:
                 pool = self._pools[members] = _Pool(self._comm_of(members))
@@ -155,8 +160,12 @@ class CommunicatorPools:
             members: ranks in `comm`; empty for all.
         Raises: StallError on a rank that has waited longer than `timeout`.
         """
-        contract = self._contract_of(members if 0 < len(members) < self.comm.size else self._all)
-        signature = signature_of((call, str(list(members)) if members else ""))
+        recorded = self._all
+        if 0 < len(members) < self.comm.size:
+            recorded = members
+        contract = self._contract_of(recorded)
+        listed = str(list(members)) if members else ""
+        signature = signature_of((call, listed))
         with contract.watch.waiting(seconds_of(timeout)), contract.enter(signature):
             _come_together(self._private, members or self._all, contract.watch)
             yield

@@ -7,7 +7,6 @@ and all functions that this code calls. So calls cost nothing, and this file doe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -37,7 +36,7 @@ def not_compiled(function: _Function) -> _Function:
     code = function.__code__
     if code not in _skipped:
         _skipped.add(code)
-        when_dynamo_loads(functools.partial(_skip, code))
+        when_dynamo_loads(lambda: _skip(code))
     return function
 
 

@@ -51,8 +51,8 @@ def is_replaced(backend: str | None) -> bool:
     """
     if backend is None:
         return True
-    names = (part.rpartition(":")[2].strip().lower() for part in str(backend).split(","))
-    return REPLACED.issuperset(names)
+    parts = str(backend).lower().split(",")
+    return REPLACED.issuperset(part.rpartition(":")[2].strip() for part in parts)
 
 
 def replace_functions(*, keeps_backend: bool) -> None:

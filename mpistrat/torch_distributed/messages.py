@@ -56,7 +56,9 @@ class Messages:
     @property
     def on_their_way(self) -> int | None:
         unfinished = [message for message in list(self.unfinished) if not message.test()]
-        return None if unfinished else self._sent_less_received
+        if unfinished:
+            return None
+        return self._sent_less_received
 
     def send(self, tensor: Tensor, rank: int, tag: int, failed: OnFailure) -> Message:
         """Begin to send `tensor`. The tensor must not change until the returned message's `wait` returns.
@@ -87,7 +89,11 @@ class Messages:
         """
         self._check(tensor, tag)
         buffer = room_for(tensor)
-        source, whom = (MPI.ANY_SOURCE, "any rank") if rank is None else (rank, f"rank {rank}")
+        source = rank
+        whom = f"rank {rank}"
+        if rank is None:
+            source = MPI.ANY_SOURCE
+            whom = "any rank"
         request = self._comm.Irecv([bytes_of(buffer), MPI.BYTE], source, tag)
         self._sent_less_received -= 1
         what = f"recv({describe(tensor)}) from {whom}, tag {tag}"
@@ -158,8 +164,10 @@ class Messages:
         if seen is None:
             return False
         if peer is not None:
-            seen = seen[peer - (peer > self._comm.rank) :][:1]
-        return all(words[STATE] in (LEAVING, LEFT) for words, _ in seen)
+            i = peer - (peer > self._comm.rank)  # `peers` leaves out this rank
+            seen = seen[i : i + 1]
+        states = {words[STATE] for words, _ in seen}
+        return states <= {LEAVING, LEFT}
 
     def _check(self, tensor: Tensor, tag: int) -> None:
         if not 0 <= tag <= self._largest_tag:
@@ -228,7 +236,9 @@ class Message(UnfinishedWork):
                 elif self._receives:
                     self._take()
             except MPI.Exception as failure:
-                error = self._explained(failure)
+                error = RuntimeError(f"{self.what}, at {self.called_at}: {failure}")
+                if failure.Get_error_class() == MPI.ERR_TRUNCATE:
+                    error = self._misfit("more")
             except Exception as failure:
                 error = failure
             self._messages.unfinished.discard(self)
@@ -263,11 +273,6 @@ class Message(UnfinishedWork):
         (tensor,) = self.result()
         if self._buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(self._buffer)
-
-    def _explained(self, error: MPI.Exception) -> Exception:
-        if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            return self._misfit("more")
-        return RuntimeError(f"{self.what}, at {self.called_at}: {error}")
 
     def _misfit(self, came: str) -> ValueError:
         return ValueError(

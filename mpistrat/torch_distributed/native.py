@@ -45,7 +45,8 @@ class NativeGroups:
         group = self._groups.get(device.type)
         if group is None:
             with self.while_made():
-                group = self._groups[device.type] = make_group(device.type, *self._args)
+                group = make_group(device.type, *self._args)
+                self._groups[device.type] = group
         return group
 
     def shut_down(self) -> None:

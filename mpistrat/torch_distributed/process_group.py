@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
-import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -254,10 +252,13 @@ class MpistratProcessGroup(dist.ProcessGroup):
         device = tensors[0].device
         if device.type != "cpu":
             return collective.by_native(self._native.of(device), operands, opts)
-        result = [*itertools.chain(*operands[0])] if collective.gathers else tensors
-        words = map(functools.partial(getattr, opts), collective.fields)  # no frame of its own
-        make = collective.make
-        return self._calls.run(opts.asyncOp, result, make, self._collectives, *operands, *words)
+        result = tensors
+        if collective.gathers:
+            result = [out for outs in operands[0] for out in outs]
+        arguments = [self._collectives, *operands]
+        for field in collective.fields:  # a comprehension would be a call of its own
+            arguments.append(getattr(opts, field))
+        return self._calls.run(opts.asyncOp, result, collective.make, *arguments)
 
     def allreduce(self, tensors: Any, opts: Any = _SUM, timeout: Any = None) -> Work:
         return self._collective(_ALL_REDUCE, opts, tensors)
@@ -348,7 +349,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         if tensor.device.type != "cpu":
             return self._native.of(tensor.device).send(tensors, rank, tag)
-        return self._calls.collect(self._peers().send(tensor, rank, tag, self._calls.failed.append))
+        message = self._peers().send(tensor, rank, tag, self._calls.failed.append)
+        return self._calls.collect(message)
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> Work:
         (tensor,) = tensors

@@ -121,7 +121,9 @@ def _script(path: str) -> tuple[types.ModuleType, types.CodeType]:
     """Return a new module object for running the file `path`, and its code. The file may be a .pyc."""
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     source = loader.get_data(path)
-    code = pkgutil.read_code(io.BytesIO(source)) or compile(source, path, "exec", dont_inherit=True)
+    code = pkgutil.read_code(io.BytesIO(source))
+    if code is None:
+        code = compile(source, path, "exec", dont_inherit=True)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
     return main, code
@@ -186,11 +188,14 @@ def _look(seconds: float) -> None:
         time.sleep(pause)
         now = time.monotonic()
         before = used
-        used = _used_by_children()
+        # The CPU seconds of the live processes that the main thread has started; 0.0 if /proc does not tell.
+        children = text_in(f"/proc/self/task/{os.getpid()}/children").split()
+        used = sum(cpu_seconds(int(pid)) for pid in children)
+        are_idle = used - before < _IDLE * pause
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         if joins.isdisjoint(each.f_code for each, _ in traceback.walk_stack(frame)):
             since = now
-        elif now - since >= seconds and used - before < _IDLE * pause:
+        elif now - since >= seconds and are_idle:
             tell(
                 f"rank 0 has waited {now - since:.0f} s for processes that it started, at {call_site(frame)}, and "
                 "these are idle. Under `mpistrat run` the ranks are started already, by mpiexec, mpirun or srun. "
@@ -198,9 +203,3 @@ def _look(seconds: float) -> None:
                 "environment; or start the program with `python`, without `mpistrat run`"
             )
             return
-
-
-def _used_by_children() -> float:
-    """Return the CPU seconds of the live processes that the main thread has started; 0.0 if /proc does not tell."""
-    children = text_in(f"/proc/self/task/{os.getpid()}/children").split()
-    return sum(cpu_seconds(int(pid)) for pid in children)

@@ -39,8 +39,11 @@ def apart(buffer: Tensor, written: Tensor) -> Tensor:
     """
     first = buffer.data_ptr()
     other = written.data_ptr()
-    overlap = first < other + written.nbytes and other < first + buffer.nbytes
-    return buffer.clone() if overlap else buffer
+    begins_before_end = first < other + written.nbytes
+    ends_after_begin = first + buffer.nbytes > other
+    if begins_before_end and ends_after_begin:
+        return buffer.clone()
+    return buffer
 
 
 def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
@@ -55,7 +58,9 @@ def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
     storages: set[int] = set()
     kept = []
     for tensor, results in zip(tensors, outs, strict=True):
-        kept.append(tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor)
+        if tensor.untyped_storage().data_ptr() in storages:
+            tensor = tensor.clone()
+        kept.append(tensor)
         storages.update(out.untyped_storage().data_ptr() for out in results)
     return kept
 
@@ -73,7 +78,9 @@ def room_for(tensor: Tensor) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+    if is_plain(tensor):
+        return tensor
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def is_plain(tensor: Tensor) -> bool:

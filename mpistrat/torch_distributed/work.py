@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import datetime
-import itertools
 import os
 import sys
 import threading
@@ -149,7 +148,7 @@ class Steps(DoneWork):
     """Several works as one `torch.distributed.Work`, for coalesced calls. It has ended when all of them have."""
 
     def __init__(self, works: Sequence[DoneWork]) -> None:
-        super().__init__([*itertools.chain(*(work.result() for work in works))])
+        super().__init__([tensor for work in works for tensor in work.result()])
         self._works = works
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -161,7 +160,11 @@ class Steps(DoneWork):
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        return next((e for work in self._works if (e := work.exception()) is not None), None)
+        for work in self._works:
+            error = work.exception()
+            if error is not None:
+                return error
+        return None
 
     def get_future(self) -> torch.futures.Future[Any]:
         futures = [work.get_future() for work in self._works]

@@ -108,9 +108,7 @@ class Compilations:
                     "Python values that change from call to call (torch.where)"
                 )
 
-    def _with_shapes(
-        self, step: str, code: object, shapes: _Shapes, tells: bool
-    ) -> Compiled:
+    def _with_shapes(self, step: str, code: object, shapes: _Shapes, tells: bool) -> Compiled:
         """Return the entry of a step for these shapes; make and keep a new entry if there is none.
 
         Args:
@@ -120,39 +118,34 @@ class Compilations:
         known = self._of_step.setdefault((step, code), {})
         if shapes not in known:
             if known and tells:
-                tell(self._new_shape(step, next(reversed(known)), shapes))
+                before = next(reversed(known))
+                changes = [
+                    f"argument array {i} is {new}, and was {old}"
+                    for i, (old, new) in enumerate(zip(before, shapes, strict=False))
+                    if old != new
+                ]
+                if len(before) != len(shapes):
+                    changes = [f"it got {len(shapes)} arrays, and had got {len(before)}"]
+                tell(
+                    f"rank {self._rank}: {step} was compiled again: {'; '.join(changes)}. Each new shape is compiled "
+                    "once; to leave out a smaller last batch, use DataLoader(drop_last=True)"
+                )
             known[shapes] = Compiled(step, code, shapes)
             self.all.append(known[shapes])
         return known[shapes]
-
-    def _new_shape(self, step: str, before: _Shapes, shapes: _Shapes) -> str:
-        changes = [
-            f"argument array {i} is {new}, and was {old}"
-            for i, (old, new) in enumerate(zip(before, shapes, strict=False))
-            if old != new
-        ]
-        if len(before) != len(shapes):
-            changes = [f"it got {len(shapes)} arrays, and had got {len(before)}"]
-        return (
-            f"rank {self._rank}: {step} was compiled again: {'; '.join(changes)}. Each new shape is compiled once; to "
-            "leave out a smaller last batch, use DataLoader(drop_last=True)"
-        )
 
     def explain(self) -> str:
         """Return a line of text for each step and set of shapes: the step's name, number of graphs, and the shapes.
 
         Returns: "" if no step was called.
         """
+        few = {0: "no graph that was not compiled before", 1: "1 graph"}
         lines = []
         for compiled in self.all:
+            graphs = few.get(compiled.graphs, f"{compiled.graphs} graphs")
             shapes = ", ".join(compiled.shapes) or "no arrays"
-            lines.append(f"{compiled.step}: {_number_of(compiled.graphs)} for {shapes}")
+            lines.append(f"{compiled.step}: {graphs} for {shapes}")
         return "\n".join(lines)
-
-
-def _number_of(graphs: int) -> str:
-    few = {0: "no graph that was not compiled before", 1: "1 graph"}
-    return few.get(graphs, f"{graphs} graphs")
 
 
 def _kind_of(leaf: Any) -> object:

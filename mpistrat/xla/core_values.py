@@ -28,7 +28,7 @@ class CoreValues:
         inside: Callable[[], bool],
     ) -> None:
         self._layouts = runtime.layouts
-        self._num_all_devices = runtime.num_all_devices
+        self._mesh = (runtime.num_all_devices,)
         self._device = runtime.device(0)
         self._groups = groups
         self._count = count
@@ -52,7 +52,7 @@ class CoreValues:
                 )
         rows = [value.detach().cpu().unsqueeze(0) for value in values]
         sharding = self._rows(len(shape))
-        whole = self._layouts.from_rows(rows, sharding, (self._num_all_devices, *shape))
+        whole = self._layouts.from_rows(rows, sharding, (*self._mesh, *shape))
         return self._layouts.part_of(whole).reshape(shape)
 
     def deal_out(self, whole: torch.Tensor) -> torch.Tensor:
@@ -108,8 +108,7 @@ class CoreValues:
         """
         if self._numbers is None:
             numbers = [torch.tensor([i], device="cpu") for i in range(self._count)]
-            shape = (self._num_all_devices,)
-            self._numbers = self._layouts.from_rows(numbers, self._rows(0), shape)
+            self._numbers = self._layouts.from_rows(numbers, self._rows(0), self._mesh)
         return self._layouts.part_of(self._numbers).reshape(())
 
     def _rows(self, ndim: int) -> Any:
@@ -117,14 +116,12 @@ class CoreValues:
 
         Args: ndim: number of the tensor's dimensions after the first.
         """
-        uncut = (None,) * ndim
-        return self._layouts.sharding((self._num_all_devices,), (0, *uncut))
+        return self._layouts.sharding(self._mesh, (0, *(None,) * ndim))
 
     def whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return a copy of `value` that XLA takes for one tensor shared by all cores. Each core keeps its own data.
 
         Args: shape: the shape of `value`.
         """
-        uncut = (None,) * len(shape)
-        everywhere = self._layouts.sharding((self._num_all_devices,), uncut)
+        everywhere = self._layouts.sharding(self._mesh, (None,) * len(shape))
         return self._layouts.whole_of(value.clone(), everywhere, shape)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -62,23 +63,12 @@ _FILLING = (
 )
 
 
-_Fill = Callable[..., torch.Tensor]  # a method that fills a tensor with random numbers
-
-
-def _like(fill: _Fill, like: torch.Tensor, *limits: Any, **kwargs: Any) -> torch.Tensor:
-    """Return a new tensor of the shape and device of `like`, filled by `fill`.
-
-    Args:
-        fill: a method that fills a tensor with random numbers.
-        limits: arguments of `fill`, such as the range of the numbers.
-        kwargs: may have a "dtype"; without it, the tensor has the dtype of `like`.
-    """
-    return fill(_empty(like, **kwargs), *limits)
+_Fill = Callable[..., Tensor]  # a method that fills a tensor with random numbers
 
 
 def _of_size(
     fill: _Fill, usual: torch.dtype | None, *args: Any, device: Any, **kwargs: Any
-) -> torch.Tensor:
+) -> Tensor:
     """Return a new tensor that `fill` has filled with random numbers.
 
     Args:
@@ -90,43 +80,43 @@ def _of_size(
     return fill(torch.empty(size, device=device, **kwargs), *limits)
 
 
-def _bernoulli(like: torch.Tensor, **_: Any) -> torch.Tensor:
+def _bernoulli(like: Tensor, **_: Any) -> Tensor:
     return (_empty(like).uniform_() < like).to(like.dtype)
 
 
-def _normal(mean: Any, std: Any = 1.0, **_: Any) -> torch.Tensor:
+def _normal(mean: Any, std: Any = 1.0, **_: Any) -> Tensor:
     return mean + std * _empty(mean + std).normal_()
 
 
-def _empty(like: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+def _empty(like: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
 # For an operation that returns a tensor like its first argument: the method that fills this tensor.
 _FILLED_LIKE: dict[Any, _Fill] = {
-    aten.bernoulli.p: torch.Tensor.bernoulli_,
-    aten.rand_like.default: torch.Tensor.uniform_,
-    aten.randn_like.default: torch.Tensor.normal_,
-    aten.randint_like.default: torch.Tensor.random_,
-    aten.randint_like.low_dtype: torch.Tensor.random_,
-    aten.exponential.default: torch.Tensor.exponential_,
-    aten.uniform.default: torch.Tensor.uniform_,
-    aten.normal_functional.default: torch.Tensor.normal_,
-    aten.random.default: torch.Tensor.random_,
-    aten.random.to: torch.Tensor.random_,
-    _RANDOM_FROM: torch.Tensor.random_,
+    aten.bernoulli.p: Tensor.bernoulli_,
+    aten.rand_like.default: Tensor.uniform_,
+    aten.randn_like.default: Tensor.normal_,
+    aten.randint_like.default: Tensor.random_,
+    aten.randint_like.low_dtype: Tensor.random_,
+    aten.exponential.default: Tensor.exponential_,
+    aten.uniform.default: Tensor.uniform_,
+    aten.normal_functional.default: Tensor.normal_,
+    aten.random.default: Tensor.random_,
+    aten.random.to: Tensor.random_,
+    _RANDOM_FROM: Tensor.random_,
 }
 # For an operation that returns a tensor of a size: the method that fills the tensor, and the dtype of a call that names
 # none; None is torch's default dtype.
 _FILLED_OF_SIZE: dict[Any, tuple[_Fill, torch.dtype | None]] = {
-    aten.rand.default: (torch.Tensor.uniform_, None),
-    aten.randn.default: (torch.Tensor.normal_, None),
-    aten.randint.default: (torch.Tensor.random_, torch.int64),
-    aten.randint.low: (torch.Tensor.random_, torch.int64),
-    aten.normal.float_float: (torch.Tensor.normal_, None),
+    aten.rand.default: (Tensor.uniform_, None),
+    aten.randn.default: (Tensor.normal_, None),
+    aten.randint.default: (Tensor.random_, torch.int64),
+    aten.randint.low: (Tensor.random_, torch.int64),
+    aten.normal.float_float: (Tensor.normal_, None),
 }
 # For any other operation that returns a new tensor of random numbers: the function to call instead.
-_MAKING: dict[Any, Callable[..., torch.Tensor]] = {
+_MAKING: dict[Any, Callable[..., Tensor]] = {
     aten.bernoulli.default: _bernoulli,
     aten.normal.Tensor_Tensor: _normal,
     aten.normal.Tensor_float: _normal,
@@ -147,7 +137,7 @@ class OwnRandomNumbers(TorchDispatchMode):
     Raises: NotImplementedError if an operation draws numbers in a way that this module does not know.
     """
 
-    def __init__(self, count: int, deal_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, count: int, deal_out: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._count = count
         self._deal_out = deal_out
@@ -157,8 +147,9 @@ class OwnRandomNumbers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or not _is_on_xla(args, kwargs):
             return func(*args, **kwargs)
         if func in _FILLED_LIKE:
+            like, *limits = args
             with self:
-                return _like(_FILLED_LIKE[func], *args, **kwargs)
+                return _FILLED_LIKE[func](_empty(like, **kwargs), *limits)
         if func in _FILLED_OF_SIZE:
             fill, usual = _FILLED_OF_SIZE[func]
             with self:
@@ -178,7 +169,7 @@ class OwnRandomNumbers(TorchDispatchMode):
 def _is_on_xla(args: Any, kwargs: Any) -> bool:
     device = kwargs.get("device")
     for argument in args:
-        if isinstance(argument, torch.Tensor):
+        if isinstance(argument, Tensor):
             device = argument.device
             break
     return str(device).startswith("xla")

@@ -192,4 +192,6 @@ def array_on_host(step: str, error: BaseException, arguments: Any, device: str) 
 
 def _where(error: BaseException) -> str:
     where = raised_at(error)
-    return f", at {where}" if where else ""
+    if where:
+        return f", at {where}"
+    return ""

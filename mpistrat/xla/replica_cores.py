@@ -9,8 +9,6 @@ exchanges no values. (This is GSPMD's manual sharding, as in JAX's shard_map; to
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -66,7 +64,7 @@ class ReplicaCores:
         """
         own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self.values.deal_out)
         self._seen = seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
-        self._runtime.around_cut = functools.partial(self._cut, seen)
+        self._runtime.around_cut = self._cut
         try:
             with self._runtime.graphs.step(name):
                 try:
@@ -85,12 +83,14 @@ class ReplicaCores:
             self._taken.clear()
 
     @contextlib.contextmanager
-    def _cut(self, seen: _Seen, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _cut(self, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
         """Return a context manager around a computation in the middle of a step, for `Runtime.around_cut`.
 
         It gives the tensors that the program holds to XLA as shared by all cores, and removes their layouts afterwards.
         Args: wanted: the tensors whose values are read.
         """
+        seen = self._seen
+        assert seen is not None, "only a step is cut"
         seen.cuts += 1
         alive = [*seen.alive(), *wanted]
         self._let_go(alive)
@@ -116,7 +116,9 @@ class ReplicaCores:
 
         A parameter that the step has only read gets back the data from before the step.
         """
-        for tensor in itertools.compress(alive, self._runtime.are_pending(alive)):
+        for tensor, is_pending in zip(alive, self._runtime.are_pending(alive), strict=True):
+            if not is_pending:
+                continue
             taken = self._taken.get(id(tensor))
             # Only for parameters: torch does not notice when batch norm writes its running statistics.
             is_parameter = tensor.is_leaf and tensor.requires_grad
@@ -217,7 +219,9 @@ class _Seen(TorchFunctionMode):
                     self._references.pop(id(value), None)
                     self._references[id(value)] = TensorWeakRef(value)
         elif depth and isinstance(value, (dict, list, tuple)):
-            for child in value.values() if isinstance(value, dict) else value:
+            if isinstance(value, dict):
+                value = value.values()
+            for child in value:
                 tensors += self._note(child, depth - 1)
         return tensors
 
@@ -226,10 +230,12 @@ class _Seen(TorchFunctionMode):
 
         Each tensor occurs once; the order is the same in each step.
         """
-        return list({id(t): t for t in (*self._held(), *self._gradients())}.values())
+        tensors = self._held() + self._gradients()
+        by_id = {id(tensor): tensor for tensor in tensors}
+        return list(by_id.values())
 
     def _held(self) -> list[torch.Tensor]:
         return [t for reference in self._references.values() if (t := reference()) is not None]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [t.grad for t in self._held() if t.is_leaf and t.grad is not None]
+        return [leaf.grad for leaf in self._held() if leaf.is_leaf and leaf.grad is not None]

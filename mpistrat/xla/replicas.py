@@ -77,9 +77,9 @@ class RecordedReplicas(Replicas):
     def explain(self) -> str:
         text = self.steps.compilations.explain()
         why = self._why_through_the_host
-        return (
-            f"XLA devices: through host memory and MPI, for {why}\n{text}".rstrip() if why else text
-        )
+        if why:
+            text = f"XLA devices: through host memory and MPI, for {why}\n{text}".rstrip()
+        return text
 
 
 class ReplicasOnCores(RecordedReplicas):
@@ -102,7 +102,7 @@ class ReplicasOnCores(RecordedReplicas):
         first = group.first_replica_id
         self.contexts = [_ContextOnCores(strategy, first, cores, self._spread)]
         self.group = group  # has an entry for each core; `as_one` has a single one
-        self._cores = cores
+        self._values = cores.values
         self._num_local = group.num_local_replicas
 
     def call(
@@ -126,7 +126,9 @@ class ReplicasOnCores(RecordedReplicas):
         """
         if isinstance(leaf, IndexedSlices) or arrays.is_on_xla(leaf):
             return PerReplica(self.ops.components(leaf))
-        return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
+        if arrays.is_number(leaf):
+            return PerReplica([leaf] * self._num_local)
+        return leaf
 
     def _spread(self, structure: Any) -> Any:
         """Return `structure` with a tensor in place of each distributed value; core i has replica i's component.
@@ -142,9 +144,10 @@ class ReplicasOnCores(RecordedReplicas):
         components = self.ops.components(value)
         first = components[0]
         on_host = arrays.is_array(first) and not arrays.is_on_xla(first)
-        if not on_host and {id(component) for component in components} == {id(first)}:
+        is_one_object = all(component is first for component in components)
+        if is_one_object and not on_host:
             return first
-        return self._cores.values.scatter([_as_host_tensor(component) for component in components])
+        return self._values.scatter([_as_host_tensor(component) for component in components])
 
     def all_reduce(
         self,
@@ -157,19 +160,24 @@ class ReplicasOnCores(RecordedReplicas):
         if not op.adds_up:
             parts = [self.ops.components(leaf) for leaf in leaves]
             return self.ops.over_ranks.all_reduce(op, parts, options, label)
-        sums = [
-            (self._cores.values.sum(leaf),) if arrays.is_on_xla(leaf) else self.ops.components(leaf)
-            for leaf in leaves
-        ]
+        sums = []
+        for leaf in leaves:
+            if arrays.is_on_xla(leaf):
+                sums.append((self._values.sum(leaf),))
+            else:
+                sums.append(self.ops.components(leaf))
         name = f"{op.name} of {label or '*'}"
         reduced = self.ops.over_ranks.all_reduce(ReduceOp.SUM, sums, options, name)
         if op is ReduceOp.SUM:
             return reduced
         count = self.ops.num_replicas
-        return [
-            total / count if arrays.is_number(total) else accumulation.divide(total, count)
-            for total in reduced
-        ]
+        means = []
+        for total in reduced:
+            if arrays.is_number(total):
+                means.append(total / count)
+            else:
+                means.append(accumulation.divide(total, count))
+        return means
 
     def merge_call(
         self,
@@ -183,15 +191,15 @@ class ReplicasOnCores(RecordedReplicas):
         Args: args, kwargs: arguments of `merge_fn`; each XLA tensor and number becomes a `PerReplica` of the cores'
             values.
         """
-        return super().merge_call(
-            context, merge_fn, *nest.map_structure(self._of_all, (args, kwargs))
-        )
+        args, kwargs = nest.map_structure(self._of_all, (args, kwargs))
+        return super().merge_call(context, merge_fn, args, kwargs)
 
     def sum_of_rank(self, value: Any) -> Any:
         if not arrays.is_on_xla(value):
             return value
-        short = arrays.is_floating(value) and arrays.itemsize(value) < 4
-        return self._cores.values.sum(value.float() if short else value)
+        if arrays.is_floating(value) and arrays.itemsize(value) < 4:
+            value = value.float()
+        return self._values.sum(value)
 
 
 class _ContextOnCores(ReplicaContext):
@@ -233,7 +241,9 @@ def _as_host_tensor(component: Any) -> torch.Tensor:
 
 def _cut_off(leaf: Any) -> Any:
     """Return an XLA tensor without its autograd history. An autograd leaf, or any other object, comes back itself."""
-    return leaf if not arrays.is_on_xla(leaf) or leaf.is_leaf else leaf.detach()
+    if arrays.is_on_xla(leaf) and not leaf.is_leaf:
+        return leaf.detach()
+    return leaf
 
 
 def components_on(cores: ReplicaCores, value: Any) -> tuple[Any, ...] | None:
@@ -250,6 +260,10 @@ def components_on(cores: ReplicaCores, value: Any) -> tuple[Any, ...] | None:
     elif isinstance(value, DistributedValues) or not cores.inside:
         return None
     if isinstance(whole, IndexedSlices):
-        rows = zip(cores.values.rows(whole.values), cores.values.rows(whole.indices), strict=True)
-        return tuple(IndexedSlices(v, i, whole.dense_shape) for v, i in rows)
-    return tuple(cores.values.rows(whole)) if arrays.is_on_xla(whole) else None
+        values = cores.values.rows(whole.values)
+        indices = cores.values.rows(whole.indices)
+        of_cores = zip(values, indices, strict=True)
+        return tuple(IndexedSlices(v, i, whole.dense_shape) for v, i in of_cores)
+    if arrays.is_on_xla(whole):
+        return tuple(cores.values.rows(whole))
+    return None

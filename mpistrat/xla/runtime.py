@@ -100,7 +100,7 @@ class Layouts:
     def __init__(self, native: Any, runtime: Runtime) -> None:
         self._native = native
         self._runtime = runtime
-        self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
+        self._shardings: dict[tuple[Any, ...], Any] = {}  # by shape of the mesh, and split
 
     def sharding(self, mesh_shape: Sequence[int], split: Sequence[int | None]) -> Any:
         """Return torch_xla's description of a layout: dimension d of a tensor is cut over axis `split[d]` of a mesh.
@@ -113,7 +113,7 @@ class Layouts:
         from torch_xla.distributed import spmd
 
         # torch_xla keeps every mesh that has made a sharding, so each mesh is made only once.
-        key = tuple(mesh_shape), tuple(split)
+        key = (tuple(mesh_shape), tuple(split))
         if key not in self._shardings:
             mesh = spmd.Mesh(list(range(self._runtime.num_all_devices)), key[0])
             self._shardings[key] = mesh.get_op_sharding(key[1])
@@ -232,9 +232,7 @@ class Runtime:
         self.layouts = Layouts(self._native, self)
         self.spmd = False
         self.cores_of_ranks: Sequence[Sequence[int]] = []
-        self.around_cut: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
-            contextlib.nullcontext
-        )
+        self.around_cut: Callable[[Sequence[Any]], Any] = contextlib.nullcontext
 
     # Devices
 
@@ -251,14 +249,16 @@ class Runtime:
         """
         names = set(self._native._xla_get_runtime_devices())
         everywhere = self._runtime.global_runtime_device_attributes()
-        try:
-            return [
-                (*map(int, attributes["coords"]), int(attributes.get("core_on_chip", 0)))  # type: ignore[misc]
-                for attributes in everywhere
-                if attributes["name"] in names
-            ]
-        except KeyError:
-            return None
+        found = []
+        for attributes in everywhere:
+            if attributes["name"] not in names:
+                continue
+            if "coords" not in attributes:
+                return None
+            x, y, z = map(int, attributes["coords"])
+            core = int(attributes.get("core_on_chip", 0))
+            found.append((x, y, z, core))
+        return found
 
     def own_devices(self) -> list[int]:
         """Return the numbers of this process's devices, each from 0 to `num_all_devices` - 1."""
@@ -389,12 +389,13 @@ def check_versions() -> None:
     import importlib.metadata  # imported here, so that `import mpistrat` stays fast
 
     try:
-        ours, torch = map(importlib.metadata.version, ("torch_xla", "torch"))
+        torch_xla = importlib.metadata.version("torch_xla")
+        torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError as missing:
         raise ImportError(
             f"TPUStrategy needs {missing.name}, which is not installed: {INSTALL}"
         ) from None
-    wrong, command = what_differs(ours, torch)
+    wrong, command = what_differs(torch_xla, torch)
     if wrong:
         raise ImportError(f"{wrong}: {command}")
 
@@ -405,9 +406,11 @@ def what_differs(torch_xla: str, torch: str) -> tuple[str, str]:
     Args: torch: torch's version; "" if torch is not installed.
     Returns: (a sentence that says the mismatch, a pip command that mends it); ("", "") if the versions fit.
     """
-    series = ".".join(torch_xla.split(".")[:2])
-    if torch.split("+")[0].split(".")[:2] == series.split("."):
+    built_against = torch_xla.split(".")[:2]
+    installed = torch.partition("+")[0].split(".")[:2]
+    if installed == built_against:
         return "", ""
+    series = ".".join(built_against)
     here = f"torch {torch}" if torch else "no torch"
     return (
         f"torch_xla {torch_xla} is built against torch {series}, and this is {here}",

@@ -108,8 +108,9 @@ def start_system(
         check_versions()
     if asked == "TPU" and not xla.is_started():
         # PJRT needs variables for the number of processes, their addresses, and the chips of this process.
+        resolver = resolver or TPUClusterResolver()
         gather = functools.partial(communicator.all_gather_object, label="TPU slices")
-        slices = slices_of_ranks((resolver or TPUClusterResolver()).slice, gather)
+        slices = slices_of_ranks(resolver.slice, gather)
         if slices:  # empty for TPUClusterResolver("local"): PJRT finds this host's chips itself
             set_pjrt_environment(pjrt_environment(topology, slices))
     deadline = start_deadline("XLA's start", rank=topology.rank, size=topology.size)
@@ -119,7 +120,8 @@ def start_system(
         devices = runtime.kind, runtime.own_devices(), runtime.coordinates()
     devices_of_ranks = communicator.all_gather_object(devices, label="XLA's devices")
     kinds, cores, places = zip(*devices_of_ranks, strict=True)
-    for what, values in (("kinds", kinds), ("numbers", [*map(len, cores)])):
+    numbers = [len(of_rank) for of_rank in cores]
+    for what, values in (("kinds", kinds), ("numbers", numbers)):
         if len(set(values)) > 1:
             raise TopologyError(
                 f"the ranks have different {what} of XLA devices: {[*values]}, by rank; start them on equal hosts, "

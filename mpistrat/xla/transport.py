@@ -51,7 +51,9 @@ class XlaTransport(Transport):
         self.size = host.size
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
-        return self if is_on_xla(operands.buffer) and operands.tree is None else None
+        if is_on_xla(operands.buffer) and operands.tree is None:
+            return self
+        return None
 
     def all_reduce(self, operands: Operands) -> None:
         buffer = operands.buffer
@@ -62,9 +64,12 @@ class XlaTransport(Transport):
             self._host.all_reduce(host, reduction)
             target.copy_(to_device_of(host, buffer))
             return
-        short = dtype_name(buffer) in ("bfloat16", "float16")
-        total = self._sum(buffer.float() if short else buffer, reduction)
-        target.copy_(total if reduction.scale is None else total * reduction.scale)
+        if dtype_name(buffer) in ("bfloat16", "float16"):
+            buffer = buffer.float()
+        total = self._sum(buffer, reduction)
+        if reduction.scale is not None:
+            total = total * reduction.scale
+        target.copy_(total)
 
     def reduce(self, operands: Operands) -> None:
         total = self._sum(operands.buffer, operands.reduction)
@@ -75,7 +80,9 @@ class XlaTransport(Transport):
         total = self._sum(operands.buffer, operands.reduction)
         out = operands.target
         length = math.prod(out.shape[:1])  # a number has one row
-        out.copy_(total[self.rank * length : (self.rank + 1) * length].reshape(out.shape))
+        start = self.rank * length
+        rows = total[start : start + length]
+        out.copy_(rows.reshape(out.shape))
 
     def _sum(self, buffer: Array, reduction: Reduction) -> Array:
         """Return the ranks' buffers, reduced without `reduction.scale`, as a new tensor."""
@@ -138,17 +145,22 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
     counts = communicator.all_gather_object(
         (runtime.num_all_devices, runtime.num_devices), label="devices that XLA knows"
     )
-    known, present = zip(*counts, strict=True)
-    if min(known) < sum(present):
-        return f"XLA on rank {known.index(min(known))} knows of {min(known)} of the ranks' {sum(present)} devices"
-    if max(known) > sum(present):
-        return f"XLA sums over all {max(known)} devices of the job, of which these ranks have {sum(present)}"
+    known, of_ranks = zip(*counts, strict=True)
+    present = sum(of_ranks)
+    least = min(known)
+    if least < present:
+        return f"XLA on rank {known.index(least)} knows of {least} of the ranks' {present} devices"
+    if max(known) > present:
+        return f"XLA sums over all {max(known)} devices of the job, of which these ranks have {present}"
     with communicator.raising_together():
         own_reason = runtime.connect()
-    unconnected = communicator.all_gather_object(own_reason, label="why XLA sums nothing")
-    if why := next(filter(None, unconnected), ""):
-        return f"{why} (rank {unconnected.index(why)})"
-    expected = [float(sum(range(1, size + 1))), float(sum(r * r for r in range(size)))]
+    reasons = communicator.all_gather_object(own_reason, label="why XLA sums nothing")
+    for rank, reason in enumerate(reasons):
+        if reason:
+            return f"{reason} (rank {rank})"
+    sum_of_numbers = sum(range(1, size + 1))
+    sum_of_squares = sum(rank * rank for rank in range(size))
+    expected = [float(sum_of_numbers), float(sum_of_squares)]
     got = probe(communicator.rank, runtime)
     sums_of_ranks = communicator.all_gather_object(got, label="sums by XLA")
     for rank, sums in enumerate(sums_of_ranks):
@@ -167,7 +179,8 @@ def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
     import torch
 
     try:
-        numbers = torch.tensor([rank + 1, rank * rank], dtype=torch.float32, device="cpu")
+        values = [rank + 1, rank * rank]
+        numbers = torch.tensor(values, dtype=torch.float32, device="cpu")
         (operand,) = runtime.put([numbers], runtime.device(0))
         (total,) = runtime.all_reduce("sum", [operand])
         return [float(value) for value in runtime.fetch([total])[0]]

@@ -75,8 +75,7 @@ class DeviceAssignment:
         for replica, of_replica in enumerate(cores.tolist()):
             for logical_core, coordinates in enumerate(of_replica):
                 task = topology.task_ordinal_at_coordinates(coordinates)
-                of_core = self._replicas.setdefault((task, logical_core), [])
-                of_core.append(replica)
+                self._replicas.setdefault((task, logical_core), []).append(replica)
 
     @classmethod
     def build(
@@ -269,7 +268,7 @@ def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:
     """
     grid = [1] * MESH_RANK
     remaining = num_replicas
-    by_preference = [3, 0, 1, 2]
+    by_preference = [3, 0, 1, 2]  # the cores of a chip, x, y, z
     by_preference.sort(key=lambda axis: room[axis])
     for axes_done, axis in enumerate(by_preference):
         axes_left = MESH_RANK - axes_done
@@ -376,8 +375,7 @@ def _ring(width: int, height: int, depth: int) -> list[Chip]:
         13   12   11   10
     """
     row = [(x,) for x in range(1, width)]
-    layer = _there_and_back(row, height)
-    return [(0, 0, 0), *_there_and_back(layer, depth)]
+    return [(0, 0, 0), *_there_and_back(_there_and_back(row, height), depth)]
 
 
 def _there_and_back(path: Sequence[Chip], layers: int) -> list[Chip]:

@@ -199,10 +199,7 @@ class _Places:
     def _has(self, place: _Place) -> bool:
         if len(place) != MESH_RANK:
             return False
-        for at, length in zip(place, self._mesh, strict=True):
-            if not 0 <= at < length:
-                return False
-        return True
+        return all(0 <= at < length for at, length in zip(place, self._mesh, strict=True))
 
     def find(self, coordinates: Sequence[int]) -> tuple[int, int]:
         """Return (task, number among the task's devices) of the device at `coordinates`.
