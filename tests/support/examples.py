@@ -50,14 +50,19 @@ class PublicName:
             return {}
         owners = [self.thing]
         if self.inherits:
-            names = [owner.__name__ for owner in self.thing.__mro__]
-            end = min((names.index(name) for name in self.until), default=len(names))
-            owners += [base for base in self.hidden_bases() if base in self.thing.__mro__[:end]]
-        members = dict.fromkeys(name for owner in owners for name in _members(owner))
-        docstrings = {name: _docstring_of(self.thing, name) for name in members}
+            bases = self.thing.__mro__
+            names = [base.__name__ for base in bases]
+            ends = [names.index(name) for name in self.until]
+            shown = bases[: min(ends, default=len(bases))]
+            owners += [base for base in self.hidden_bases() if base in shown]
         attributes = re.findall(r"^(?:Attributes:| ) *([\w, ]+):", self.docstring(), re.M)
         described = {name for entry in attributes for name in entry.split(", ")}
-        return {name: text for name, text in docstrings.items() if text or name not in described}
+        docstrings = {}
+        for name in [name for owner in owners for name in _members(owner)]:
+            docstring = _docstring_of(self.thing, name)
+            if docstring or name not in described:
+                docstrings[name] = docstring
+        return docstrings
 
     def hidden_bases(self) -> list[type]:
         """The package's classes among its bases that have no entry of their own."""
@@ -76,9 +81,15 @@ class PublicName:
 
 def _members(owner: type) -> Iterator[str]:
     for name, member in vars(owner).items():
-        inner = getattr(member, "__func__", getattr(member, "func", member))
-        if (inspect.isroutine(inner) or isinstance(inner, property)) and not name.startswith("_"):
+        inner = _inner(member)
+        is_shown = inspect.isroutine(inner) or isinstance(inner, property)
+        if is_shown and not name.startswith("_"):
             yield name
+
+
+def _inner(member: Any) -> Any:
+    """The function of a class method, a static method or a cached property."""
+    return getattr(member, "__func__", getattr(member, "func", member))
 
 
 def _docstring_of(owner: type, name: str) -> str:
@@ -86,8 +97,7 @@ def _docstring_of(owner: type, name: str) -> str:
     for base in owner.__mro__:
         if name not in vars(base):
             continue
-        member = vars(base)[name]
-        inner = getattr(member, "__func__", getattr(member, "func", member))
+        inner = _inner(vars(base)[name])
         if docstring := getattr(inner, "__doc__", None):
             return inspect.cleandoc(docstring)
     return ""
@@ -120,10 +130,11 @@ class Example:
 
 
 def examples_of(docstring: str) -> list[Example]:
-    return [
-        Example(textwrap.dedent(block).strip("\n") + "\n", needs or "", runs=not colon)
-        for _, needs, colon, block in _EXAMPLE.findall(docstring + "\n")
-    ]
+    found = []
+    for _, needs, colon, block in _EXAMPLE.findall(docstring + "\n"):
+        code = textwrap.dedent(block).strip("\n") + "\n"
+        found.append(Example(code, needs or "", runs=not colon))
+    return found
 
 
 @functools.cache

@@ -21,17 +21,19 @@ LARGE = 15  # methods of a class
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
-_DECISIONS = (
-    *(ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.Assert),
-    *(ast.match_case, ast.Lambda),
-)
+_STATEMENTS = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.Assert)
+_DECISIONS = (*_STATEMENTS, ast.match_case, ast.IfExp, ast.Lambda)
 _LOOPS_BY_NAME = {"any", "all", "filter", "map"}
 _PACKED = 25  # a line with more nodes says several things
 # Forms that put several statements, or a loop, on one line; `_form_of` says how each is recognised.
 FORMS = ("parallel", "conditional", "map", "borrowed", "starred", "text_times_condition")
 _NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
 }
 
 
@@ -51,8 +53,12 @@ class Module:
 @functools.cache
 def modules() -> list[Module]:
     """All modules of the package, by name."""
-    texts = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py")}
-    return [Module(name, text, ast.parse(text)) for name, text in sorted(texts.items())]
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        name = path.relative_to(PACKAGE).as_posix()
+        found.append(Module(name, text, ast.parse(text)))
+    return sorted(found, key=lambda module: module.name)
 
 
 def code_lines(module: Module) -> int:
@@ -60,10 +66,16 @@ def code_lines(module: Module) -> int:
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
         if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
+            first = token.start[0]
+            last = token.end[0]
+            lines.update(range(first, last + 1))
     for docstring in _docstrings(module.tree):
-        lines -= {*range(docstring.lineno, (docstring.end_lineno or 0) + 1)}
+        lines.difference_update(_lines_of(docstring))
     return len(lines)
+
+
+def _lines_of(statement: ast.stmt) -> range:
+    return range(statement.lineno, (statement.end_lineno or 0) + 1)
 
 
 def _docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -95,19 +107,23 @@ def packed_lines(module: Module) -> list[int]:
     """The lines with more than `_PACKED` nodes, without docstrings, imports and headers of functions."""
     exempt = _headers(module.tree)
     for docstring in _docstrings(module.tree):
-        exempt.update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+        exempt.update(_lines_of(docstring))
     counts = _nodes_of_lines(module.tree)
-    return sorted(line for line, count in counts.items() if count > _PACKED and line not in exempt)
+    packed = {line for line, count in counts.items() if count > _PACKED}
+    return sorted(packed - exempt)
 
 
 def _headers(tree: ast.Module) -> set[int]:
     lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+            lines.update(_lines_of(node))
         elif isinstance(node, _FUNCTIONS):
             lines.update(range(node.lineno, node.body[0].lineno))
     return lines
+
+
+_Waiting = tuple[ast.AST, int, bool]  # a node, its parent's line, whether it is in an f-string
 
 
 def _nodes_of_lines(tree: ast.Module) -> collections.Counter[int]:
@@ -116,7 +132,7 @@ def _nodes_of_lines(tree: ast.Module) -> collections.Counter[int]:
     The nodes inside an f-string are counted where the f-string begins: Python before 3.12 knows no lines of them.
     """
     counts: collections.Counter[int] = collections.Counter()
-    waiting: list[tuple[ast.AST, int, bool]] = [(tree, 1, False)]
+    waiting: list[_Waiting] = [(tree, 1, False)]
     while waiting:
         node, line, in_text = waiting.pop()
         if not in_text:
@@ -131,8 +147,8 @@ def _nodes_of_lines(tree: ast.Module) -> collections.Counter[int]:
 def packed_forms(module: Module) -> collections.Counter[str]:
     """How often each of `FORMS` stands in a module."""
     borrowed = _borrowed_names(module.tree)
-    found = collections.Counter(_form_of(node, borrowed) for node in ast.walk(module.tree))
-    return collections.Counter({form: found[form] for form in FORMS})
+    forms = [_form_of(node, borrowed) for node in ast.walk(module.tree)]
+    return collections.Counter({form: forms.count(form) for form in FORMS})
 
 
 def _borrowed_names(tree: ast.Module) -> set[str]:
@@ -210,7 +226,8 @@ def names_that_stand_twice(all_modules: list[Module]) -> dict[str, list[str]]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef) and module.room != "compat":
                 found[node.name.lstrip("_")].add(module.name)
-    return {name: sorted(places) for name, places in found.items() if len(places) > 1}
+    twice = {name: places for name, places in found.items() if len(places) > 1}
+    return {name: sorted(places) for name, places in twice.items()}
 
 
 @functools.cache
@@ -230,9 +247,11 @@ def words(module: Module) -> list[str]:
 def prose(docstring: str) -> str:
     """Without the lines of `>>>` and the lines that they print, and without blocks that are indented after `::`."""
     kept: list[str] = []
-    is_example, block = False, 0
+    is_example = False
+    block = 0
     for line in docstring.splitlines():
-        bare, indent = line.strip(), len(line) - len(line.lstrip())
+        bare = line.strip()
+        indent = len(line) - len(line.lstrip())
         if block and (not bare or indent >= block):
             continue
         is_example = bare.startswith(">>>") or (is_example and bool(bare))
@@ -269,27 +288,33 @@ class Counts:
 
 def counts(some: list[Module]) -> Counts:
     all_nodes = sum(nodes(module) for module in some)
+    all_branches = sum(branches(module.tree) for module in some)
     lines = max(1, sum(code_lines(module) for module in some))
+    packed = sum(len(packed_lines(module)) for module in some)
     forms: collections.Counter[str] = collections.Counter()
     for module in some:
         forms.update(packed_forms(module))
     return Counts(
         nodes=all_nodes,
         nodes_per_line=round(all_nodes / lines, 2),
-        packed_lines=round(1000 * sum(len(packed_lines(module)) for module in some) / lines, 1),
-        forms={form: round(1000 * forms[form] / lines, 1) for form in FORMS},
-        branches=round(1000 * sum(branches(module.tree) for module in some) / all_nodes, 1),
+        packed_lines=_per_thousand(packed, lines),
+        forms={form: _per_thousand(forms[form], lines) for form in FORMS},
+        branches=_per_thousand(all_branches, all_nodes),
         over_14=sum(len(hard_functions(module, 14)) for module in some),
         relatives=relatives(some),
         large=sum(len(large_classes(module)) for module in some),
     )
 
 
+def _per_thousand(count: int, of: int) -> float:
+    return round(1000 * count / of, 1)
+
+
 def relatives(some: list[Module]) -> float:
     """Per 1,000 words of docstrings and comments."""
     all_words = [word for module in some for word in words(module)]
     found = sum(word in RELATIVES for word in all_words)
-    return round(1000 * found / max(1, len(all_words)), 1)
+    return _per_thousand(found, max(1, len(all_words)))
 
 
 def main() -> None:
@@ -297,8 +322,9 @@ def main() -> None:
     rooms: dict[str, list[Module]] = collections.defaultdict(list)
     for module in everything:
         rooms[module.room].append(module)
-    for room, some in sorted(rooms.items(), key=lambda entry: counts(entry[1]).nodes):
-        print(f"{room:20}", counts(some))
+    found = {room: counts(some) for room, some in rooms.items()}
+    for room in sorted(found, key=lambda room: found[room].nodes):
+        print(f"{room:20}", found[room])
     print(f"{'(all)':20}", counts(everything))
 
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from support.house import PACKAGE, Module, modules, prose
 
 WORDS = 20
-SHEETS, PER_SHEET = 6, 10
+SHEETS = 6
+PER_SHEET = 10
 
 _DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -112,20 +113,27 @@ def sheets(seed: str, entries: list[Documented]) -> list[dict[str, str]]:
         raise ValueError(f"expected {SHEETS * PER_SHEET} docstrings or more, got {len(entries)}")
     drawn = random.Random(seed)
     chosen = drawn.sample(entries, SHEETS * PER_SHEET)
-    return [_sheet(drawn, chosen[i : i + PER_SHEET]) for i in range(0, len(chosen), PER_SHEET)]
+    firsts = range(0, len(chosen), PER_SHEET)
+    return [_sheet(drawn, chosen[first : first + PER_SHEET]) for first in firsts]
 
 
 def _sheet(drawn: random.Random, entries: list[Documented]) -> dict[str, str]:
-    order = drawn.sample(range(PER_SHEET), PER_SHEET)
-    numbers = [order.index(i) + 1 for i in range(PER_SHEET)]
-    lettered = list(zip(string.ascii_uppercase, entries, strict=False))
+    order = drawn.sample(range(PER_SHEET), PER_SHEET)  # of the bodies
     rule = "=" * 60
-    parts = {
-        "docstrings": [f"{rule} {letter}\n{entry.docstring}\n" for letter, entry in lettered],
-        "bodies": [f"{rule} {k + 1}\n{entries[i].body()}\n" for k, i in enumerate(order)],
-        "code": [f"{rule} {letter} {entry.place}\n{entry.code}\n" for letter, entry in lettered],
-        "key": [f"{x} {n} {e.place}\n" for (x, e), n in zip(lettered, numbers, strict=True)],
-    }
+    docstrings: list[str] = []
+    bodies: list[str] = []
+    code: list[str] = []
+    key: list[str] = []
+    for at, entry in enumerate(entries):
+        letter = string.ascii_uppercase[at]
+        number = order.index(at) + 1
+        docstrings.append(f"{rule} {letter}\n{entry.docstring}\n")
+        code.append(f"{rule} {letter} {entry.place}\n{entry.code}\n")
+        key.append(f"{letter} {number} {entry.place}\n")
+    for number, at in enumerate(order, 1):
+        body = entries[at].body()
+        bodies.append(f"{rule} {number}\n{body}\n")
+    parts = {"docstrings": docstrings, "bodies": bodies, "code": code, "key": key}
     return {kind: "\n".join(some) for kind, some in parts.items()}
 
 
@@ -137,7 +145,8 @@ def main() -> None:
     if changed := _git("status", "--porcelain", str(PACKAGE)):
         parser.error(f"the seed is a commit: commit these changes first\n{changed}")
     commit = _git("rev-parse", "HEAD")
-    some = [module for module in modules() if module.name.startswith(tuple(arguments.of))]
+    rooms = tuple(arguments.of)
+    some = [module for module in modules() if module.name.startswith(rooms)]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for number, texts in enumerate(sheets(commit, documented(some)), 1):
         for kind, text in texts.items():

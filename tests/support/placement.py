@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import pack_sequence
 import mpistrat as ms
 
 _RANKS = ms.MultiWorkerMirroredStrategy().extended.communicator
-RANK, SIZE = _RANKS.rank, _RANKS.size
+RANK = _RANKS.rank
+SIZE = _RANKS.size
 HOST = torch.device("cpu")
 SUM = ms.VariableAggregation.SUM
 EACH = [["sim:0", "sim:1"], ["sim:1", "sim:0"]]
@@ -30,10 +31,12 @@ def devices_of(*values: Any) -> set[str]:
     for value in values:
         if isinstance(value, nn.Module):
             found |= devices_of(*value.parameters(), *value.buffers())
-            found |= devices_of(*(p.grad for p in value.parameters() if p.grad is not None))
+            gradients = [parameter.grad for parameter in value.parameters()]
+            found |= devices_of(*(each for each in gradients if each is not None))
         elif isinstance(value, torch.optim.Optimizer):
-            states = value.state.values()
-            found |= devices_of(*(v for s in states for k, v in s.items() if k != "step"))
+            for state in value.state.values():
+                tensors = [tensor for name, tensor in state.items() if name != "step"]
+                found |= devices_of(*tensors)
         elif isinstance(value, ms.IndexedSlices):
             found |= devices_of(value.values, value.indices)
         elif isinstance(value, ms.Variable):
@@ -45,7 +48,10 @@ def devices_of(*values: Any) -> set[str]:
 
 def make_model() -> Any:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    hidden = nn.Linear(3, 4)
+    norm = nn.BatchNorm1d(4)
+    output = nn.Linear(4, 2)
+    return nn.Sequential(hidden, norm, nn.Tanh(), output)
 
 
 def batches(count: int) -> list[torch.Tensor]:
@@ -103,7 +109,9 @@ def check_training_is_as_on_the_host() -> None:
     ):
         for made_in_scope in (True, False):
             with strategy.scope():
-                model = make_model() if made_in_scope else None
+                model: Any = None
+                if made_in_scope:
+                    model = make_model()
             if model is None:
                 model = make_model()
             optimizer = torch.optim.Adam(model.parameters())
@@ -201,7 +209,8 @@ def check_calls_from_the_host() -> None:
 
 def check_parameters_in_no_module() -> None:
     strategy = ms.MultiWorkerMirroredStrategy()
-    scale, shift = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    scale = nn.Parameter(torch.ones(2))
+    shift = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.Adam([scale, shift])
     (scale * shift).sum().backward()
     optimizer.step()
@@ -266,8 +275,10 @@ def _check_central(strategy: ms.Strategy, parameters: str, computed: str) -> Non
 def check_ranks_do_not_share_parameters_on_an_accelerator() -> None:
     message = "ranks of a node are to share parameters, but those on sim are each rank's own"
     strategy = ms.CentralStorageStrategy(["sim:0"])
-    warns = RANK == 0 and SIZE > 1
-    with pytest.warns(RuntimeWarning, match=message) if warns else contextlib.nullcontext():
+    expected: Any = contextlib.nullcontext()
+    if RANK == 0 and SIZE > 1:
+        expected = pytest.warns(RuntimeWarning, match=message)
+    with expected:
         strategy.mirror(nn.Linear(2, 2))
 
 
@@ -306,7 +317,8 @@ def check_arrays_on_two_devices_of_a_rank() -> None:
 
         def first(context: Any) -> Any:
             number = context.replica_id_in_sync_group
-            return torch.full((2,), number + 1.0, device=devices[number - 2 * RANK])  # noqa: B023
+            device = devices[number - 2 * RANK]  # noqa: B023
+            return torch.full((2,), number + 1.0, device=device)
 
         values = strategy.experimental_distribute_values_from_function(first)
         assert strategy.reduce(ms.ReduceOp.SUM, values, axis=None).tolist() == [total] * 2
@@ -364,7 +376,8 @@ def check_modules_take_one_rank_per_device() -> None:
             strategy.mirror(model)
         with pytest.raises(NotImplementedError, match=message), strategy.scope():
             model = nn.Linear(2, 2)
-    on_one_rank = ms.MirroredStrategy(EACH[0] if RANK == 0 else ["cpu:0", "cpu:1"])
+    devices = EACH[0] if RANK == 0 else ["cpu:0", "cpu:1"]
+    on_one_rank = ms.MirroredStrategy(devices)
     with pytest.raises(RuntimeError, match=message):
         on_one_rank.mirror(nn.Linear(2, 2))
 

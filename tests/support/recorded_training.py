@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from mpistrat.checkpoint import Checkpoint, CheckpointManager
 
 FOLDER = Path(__file__).parents[1] / "data"
 STEPS = 3
-_EXAMPLES, _BATCH = 48, 4
+_EXAMPLES = 48
+_BATCH = 4
 
 
 def _examples_of_file(number: int) -> Iterator[np.ndarray]:
@@ -29,7 +29,8 @@ class RecordedTraining:
         self.strategy = ms.MultiWorkerMirroredStrategy(gradients="sum")
         torch.manual_seed(seed)
         with self.strategy.scope():
-            self.model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+            linear = torch.nn.Linear(2, 3)
+            self.model = torch.nn.Sequential(linear, torch.nn.BatchNorm1d(3))
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
             self.steps = ms.Variable(0)
             self.seen = ms.Variable(
@@ -59,36 +60,42 @@ class RecordedTraining:
 
     def train(self) -> None:
         inputs = [iter(dataset) for dataset in self.inputs.values()]
-        for batches in itertools.islice(zip(*inputs, strict=True), STEPS):
+        for _ in range(STEPS):
+            batches = tuple(next(batches_of_one) for batches_of_one in inputs)
             self.strategy.run(self._step, args=(batches,))
             self.steps.assign_add(1)
 
     def _step(self, batches: Any) -> None:
-        numbers = (
-            torch.stack([torch.as_tensor(batch).float() for batch in batches]).mean(0) / _EXAMPLES
-        )
+        of_all_inputs = torch.stack([torch.as_tensor(batch).float() for batch in batches])
+        numbers = of_all_inputs.mean(0) / _EXAMPLES
         self.optimizer.zero_grad()
-        self.model(torch.stack([numbers, -numbers], 1)).square().mean().backward()
+        outputs = self.model(torch.stack([numbers, -numbers], 1))
+        outputs.square().mean().backward()
         self.optimizer.step()
         self.seen.assign_add(float(len(batches[0])))
 
     def results(self) -> dict[str, Any]:
         """What has come of it, equal on all ranks, however many there are; reads the next step of each input."""
-        moments = self.optimizer.state_dict()["state"].values()
+        parameters = self.model.state_dict()
+        moments = []
+        for state in self.optimizer.state_dict()["state"].values():
+            rounded = {name: _rounded(state[name]) for name in sorted(state)}
+            moments.append(rounded)
         return {
-            "model": {name: _rounded(value) for name, value in self.model.state_dict().items()},
-            "moments": [{name: _rounded(m[name]) for name in sorted(m)} for m in moments],
+            "model": {name: _rounded(value) for name, value in parameters.items()},
+            "moments": moments,
             "steps": int(self.steps.numpy()),
             "seen": float(self.seen.numpy()),
             "next": {name: self._next(dataset) for name, dataset in self.inputs.items()},
         }
 
     def _next(self, dataset: Any) -> list[int]:
-        mine = np.asarray(self.strategy.experimental_local_results(next(iter(dataset)))[0])
+        batch = next(iter(dataset))
+        mine = np.asarray(self.strategy.experimental_local_results(batch)[0])
         everyone = self.strategy.extended.communicator.all_gather_object(
             mine.tolist(), label="the next step"
         )
-        return sorted(itertools.chain.from_iterable(everyone))
+        return sorted(number for numbers in everyone for number in numbers)
 
 
 def _rounded(value: torch.Tensor) -> Any:

@@ -30,22 +30,23 @@ class Step:
         cls, hosts: Sequence[str], capacity: Sequence[int], tasks: int, distribution: str
     ) -> "Step":
         """Deal out `tasks`, at most `capacity[node]` to each node, as srun(1) says for `distribution`."""
-        room = {node: count for node, count in enumerate(capacity) if count}
-        nodes: list[int] = []
         if distribution == "block":
             at_once = max(capacity)
+        elif distribution == "cyclic":
+            at_once = 1
         else:
-            at_once = 1 if distribution == "cyclic" else int(distribution.removeprefix("plane="))
-        for node in itertools.cycle(range(len(hosts))):
-            if len(nodes) == tasks:
-                break
-            dealt = min(at_once, room.get(node, 0), tasks - len(nodes))
-            nodes += [node] * dealt
-            room[node] = room.get(node, 0) - dealt
+            at_once = int(distribution.removeprefix("plane="))
+        room = list(capacity)
+        nodes: list[int] = []
+        while len(nodes) < tasks:
+            for node in range(len(hosts)):
+                dealt = min(at_once, room[node], tasks - len(nodes))
+                nodes += [node] * dealt
+                room[node] -= dealt
         used = sorted(set(nodes))  # a step has no nodes without tasks
-        return cls(
-            tuple(hosts[node] for node in used), tuple(used.index(n) for n in nodes), distribution
-        )
+        hosts_of_tasks = tuple(hosts[node] for node in used)
+        node_of_task = tuple(used.index(node) for node in nodes)
+        return cls(hosts_of_tasks, node_of_task, distribution)
 
     @property
     def size(self) -> int:
@@ -63,7 +64,9 @@ class Step:
     def environment(self, task: int, step_id: str = "0") -> Environment:
         """As slurmstepd sets it for one task."""
         node = self.node_of_task[task]
-        counts = [len(self.tasks_on(n)) for n in range(len(self.hosts))]
+        tasks = [str(each) for each in self.tasks_on(node)]
+        nodes = range(len(self.hosts))
+        counts = [self.node_of_task.count(each) for each in nodes]
         environ = {
             "SLURM_JOB_ID": "71",
             "SLURM_STEP_ID": step_id,
@@ -71,7 +74,7 @@ class Step:
             "SLURM_LOCALID": str(self.local_rank(task)),
             "SLURM_NODEID": str(node),
             "SLURMD_NODENAME": self.hosts[node],
-            "SLURM_GTIDS": ",".join(map(str, self.tasks_on(node))),
+            "SLURM_GTIDS": ",".join(tasks),
             "SLURM_STEP_NUM_TASKS": str(self.size),
             "SLURM_STEP_NUM_NODES": str(len(self.hosts)),
             "SLURM_STEP_NODELIST": hostlist(self.hosts),
@@ -84,7 +87,8 @@ class Step:
                 self.distribution.partition("=")
             )
         if self.distribution == "arbitrary":
-            environ["SLURM_ARBITRARY_NODELIST"] = ",".join(map(self.host_of, range(self.size)))
+            hosts = [self.host_of(each) for each in range(self.size)]
+            environ["SLURM_ARBITRARY_NODELIST"] = ",".join(hosts)
         return environ
 
 
@@ -107,22 +111,30 @@ def batch_script(step: Step) -> Environment:
 def hostlist(hosts: Sequence[str]) -> str:
     """Slurm's short form: neighbours of one prefix and width become n[9-11,13]; the order stays."""
     parts: list[str] = []
-    for (prefix, width), group in itertools.groupby(
-        map(_split, hosts), key=lambda split: split[:2]
-    ):
+    splits = [_split(host) for host in hosts]
+    for (prefix, width), group in itertools.groupby(splits, key=lambda split: split[:2]):
         numbers = [number for _, _, number in group]
         if width is None:
             parts += [prefix] * len(numbers)
             continue
+        if len(numbers) == 1:
+            parts.append(prefix + numbers[0])
+            continue
         runs: list[list[str]] = []
+        last: int | None = None
         for number in numbers:
-            follows = runs and int(number) == int(runs[-1][-1]) + 1
-            if follows:
+            if last is not None and int(number) == last + 1:
                 runs[-1].append(number)
             else:
                 runs.append([number])
-        ranges = ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-        parts.append(f"{prefix}[{ranges}]" if len(numbers) > 1 else prefix + numbers[0])
+            last = int(number)
+        ranges = []
+        for run in runs:
+            if len(run) == 1:
+                ranges.append(run[0])
+            else:
+                ranges.append(f"{run[0]}-{run[-1]}")
+        parts.append(f"{prefix}[{','.join(ranges)}]")
     return ",".join(parts)
 
 
@@ -132,13 +144,17 @@ def _split(host: str) -> tuple[str, int | None, str]:
     number = host[len(prefix) :]
     if not number:
         return prefix, None, ""
-    return prefix, len(number) if number.startswith("0") else 0, number
+    width = len(number) if number.startswith("0") else 0
+    return prefix, width, number
 
 
 def counts_by_node(counts: Sequence[int]) -> str:
     """ "2(x3),1" for 2, 2, 2, 1."""
-    runs = [(count, len(list(group))) for count, group in itertools.groupby(counts)]
-    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    runs = []
+    for count, group in itertools.groupby(counts):
+        times = len(list(group))
+        runs.append(f"{count}(x{times})" if times > 1 else str(count))
+    return ",".join(runs)
 
 
 def launched_by(launcher: str, size: int, rank: int, step: Step | None = None) -> Environment:
@@ -152,7 +168,9 @@ def launched_by(launcher: str, size: int, rank: int, step: Step | None = None) -
             "OMPI_COMM_WORLD_RANK": str(rank),
             "PMIX_RANK": str(rank),
         }
-        return {**environ, "PRTE_LAUNCHED": "1"} if launcher == "mpirun 5" else environ
+        if launcher == "mpirun 5":
+            environ["PRTE_LAUNCHED"] = "1"
+        return environ
     if launcher == "mpirun_rsh":
         return {"MV2_COMM_WORLD_SIZE": str(size), "MV2_COMM_WORLD_RANK": str(rank)}
     if launcher == "pals":
@@ -161,7 +179,9 @@ def launched_by(launcher: str, size: int, rank: int, step: Step | None = None) -
         assert step is not None
         environ = step.environment(rank, step_id="1")
         if launcher == "srun pmi2":
-            return {**environ, **pmi}
-        return {**environ, "PMIX_RANK": str(rank)} if launcher == "srun pmix" else environ
+            environ.update(pmi)
+        elif launcher == "srun pmix":
+            environ["PMIX_RANK"] = str(rank)
+        return environ
     assert launcher == "python"
     return {}

@@ -48,7 +48,8 @@ class Agreement:
 
         worst_and_best = np.array([mine.code, -mine.code])
         _wait(self._comm.Iallreduce(MPI.IN_PLACE, worst_and_best, MPI.MAX))
-        worst, best = int(worst_and_best[0]), -int(worst_and_best[1])
+        worst = int(worst_and_best[0])
+        best = -int(worst_and_best[1])
         if worst == best and worst != _FAILED:
             return None
         return [Outcome(**fields) for fields in self._all_gather(vars(mine))]
@@ -77,8 +78,10 @@ class MPIOutcomes:
     """The plugin of one rank."""
 
     def __init__(self, config: pytest.Config, agreement: Agreement, watch: HangWatch) -> None:
-        self._agreement, self._watch = agreement, watch
-        self.rank, self.size = agreement.rank, agreement.size
+        self._agreement = agreement
+        self._watch = watch
+        self.rank = agreement.rank
+        self.size = agreement.size
         if self.rank > 0:
             _silence(config)
 
@@ -99,12 +102,13 @@ class MPIOutcomes:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """All ranks must be about to run the same tests, or the first difference hangs."""
         names = "\n".join(item.nodeid for item in session.items)
-        code = int(hashlib.sha256(names.encode()).hexdigest()[:8], 16) + session.testsfailed
+        digest = hashlib.sha256(names.encode()).hexdigest()
+        code = int(digest[:8], 16) + session.testsfailed
         text = f"{len(session.items)} tests, {session.testsfailed} errors"
         outcomes = self._agreement.exchange(Outcome(code, text))
         if outcomes is not None and len({outcome.code for outcome in outcomes}) > 1:
-            counts = ", ".join(f"rank {r}: {o.message}" for r, o in enumerate(outcomes))
-            raise pytest.UsageError(f"the ranks collected different tests ({counts})")
+            counts = [f"rank {rank}: {each.message}" for rank, each in enumerate(outcomes)]
+            raise pytest.UsageError(f"the ranks collected different tests ({', '.join(counts)})")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -124,20 +128,24 @@ class MPIOutcomes:
         return report
 
     def _share(self, report: pytest.TestReport, outcomes: Sequence[Outcome]) -> None:
-        others = [(r, o) for r, o in enumerate(outcomes) if r != self.rank]
-        failed = [(rank, outcome) for rank, outcome in others if outcome.code == _FAILED]
+        skipped: list[str] = []
+        failures: list[str] = []  # of other ranks
+        texts: dict[str, str] = {}
+        for number, outcome in enumerate(outcomes):
+            rank = f"rank {number}"
+            if outcome.code == _SKIPPED:
+                skipped.append(rank)
+            elif outcome.code == _FAILED and number != self.rank:
+                failures.append(f"failed on {rank}: {outcome.message}")
+                texts[rank] = outcome.text
         if not report.failed:
-            reasons = [f"failed on rank {rank}: {o.message}" for rank, o in failed] or [
-                "skipped on some ranks only: "
-                + ", ".join(f"rank {r}" for r, o in enumerate(outcomes) if o.code == _SKIPPED)
-            ]
+            skips = f"skipped on some ranks only: {', '.join(skipped)}"
             report.outcome = "failed"
-            report.longrepr = "; ".join(reasons)
-        shown = {str(report.longrepr)} if failed else set()
-        for rank, outcome in failed:
-            already = "as above" if outcome.text in shown else outcome.text
-            shown.add(outcome.text)
-            report.sections.append((f"rank {rank}", already))
+            report.longrepr = "; ".join(failures) or skips
+        shown = {str(report.longrepr)} if failures else set()
+        for rank, text in texts.items():
+            report.sections.append((rank, "as above" if text in shown else text))
+            shown.add(text)
 
 
 def _min_size(item: pytest.Item) -> int:
@@ -148,13 +156,18 @@ def _min_size(item: pytest.Item) -> int:
 
 def _short_message(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    message = getattr(crash, "message", None) or report.longreprtext
-    return str(message).strip().splitlines()[0][:300] if str(message).strip() else "no message"
+    message = str(getattr(crash, "message", None) or report.longreprtext).strip()
+    if not message:
+        return "no message"
+    return message.splitlines()[0][:300]
 
 
 def _full_text(report: pytest.TestReport) -> str:
-    captured = [f"{f' {title} ':-^80}\n{text}" for title, text in report.sections if text.strip()]
-    return "\n".join([report.longreprtext, *captured])
+    texts = [report.longreprtext]
+    for title, captured in report.sections:
+        if captured.strip():
+            texts.append(f"{f' {title} ':-^80}\n{captured}")
+    return "\n".join(texts)
 
 
 def _silence(config: pytest.Config) -> None:

@@ -22,17 +22,21 @@ def show(stage: Stage) -> None:
         lines = [line for line in lines if re.search(r" in [0-9.]+s\b", line)]
     if stage.failed or stage.unsteady:
         width = shutil.get_terminal_size((100, 24)).columns
-        print(f" {stage.title} ".center(width, "="), stage.output.strip(), sep="\n")
-    seconds = f"{stage.seconds:6.1f} s"
-    print(f"{mark:6}  {stage.title:24}  {seconds}  {lines[-1] if lines else ''}", flush=True)
+        print(f" {stage.title} ".center(width, "="))
+        print(stage.output.strip())
+    last = lines[-1] if lines else ""
+    print(f"{mark:6}  {stage.title:24}  {stage.seconds:6.1f} s  {last}", flush=True)
 
 
 def show_stages(stages: Sequence[Stage], seconds: float) -> None:
     """A row for each stage; `seconds` is what all took, of which some stood side by side."""
-    print(f"\n{'stage':<13}{'MPI':<10}{'ranks':>5}{'passed':>8}{'failed':>8}{'seconds':>9}")
+    print("\nstage        MPI       ranks  passed  failed  seconds")
     for stage in stages:
-        counts = f"{stage.passed if stage.pytest else '':>8}{stage.failed:>8}{stage.seconds:>9.1f}"
-        print(f"{stage.name:<13}{stage.mpi or '-':<10}{stage.ranks or '-':>5}{counts}")
+        mpi = stage.mpi or "-"
+        ranks = stage.ranks or "-"
+        passed = stage.passed if stage.pytest else ""
+        counts = f"{passed:>8}{stage.failed:>8}{stage.seconds:>9.1f}"
+        print(f"{stage.name:<13}{mpi:<10}{ranks:>5}{counts}")
     print(f"{'all':<28}{'':>16}{seconds:>9.1f}")
 
 
@@ -43,7 +47,8 @@ def show_slowest(stages: Sequence[Stage]) -> None:
     print(f"\n{'seconds':>8}{'idle':>8}  the {SLOWEST} slowest tests")
     for result, stage in ran[:SLOWEST]:
         where = f"  ({stage.mpi} {stage.ranks})" if stage.ranks else ""
-        print(f"{result.seconds:>8.1f}{result.idle:>8.1f}  {result.test}{where}")
+        seconds = f"{result.seconds:>8.1f}{result.idle:>8.1f}"
+        print(f"{seconds}  {result.test}{where}")
         if result.seconds > SECONDS_OF_A_LONG_TEST:
             print(f"{'':>18}{result.why_long or '@pytest.mark.long(why) is missing'}")
     print()

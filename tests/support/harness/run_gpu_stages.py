@@ -27,7 +27,8 @@ from support.harness.report import show
 from support.harness.stage import Stage
 
 TARGET = 1.02  # a training step on one GPU, over plain PyTorch's
-SECONDS, QUICK_SECONDS = 480, 180  # of a whole run on one GPU, and of one with --quick
+SECONDS = 480  # of a whole run on one GPU
+QUICK_SECONDS = 180  # of one with --quick
 SECONDS_OF_START = 10  # until the GPUs are known
 NEEDED = ("torch", "numpy", "mpi4py", "array_api_compat", "pytest", "pytest_mpi", "hypothesis")
 # In a process of its own: this one must not have a context on a GPU that the ranks use.
@@ -48,7 +49,8 @@ def accelerators() -> list[str]:
     if process.returncode:
         print(f"torch cannot say what accelerators there are:\n{process.stderr}", flush=True)
         return []
-    names: list[str] = json.loads(process.stdout.splitlines()[-1])
+    last = process.stdout.splitlines()[-1]
+    names: list[str] = json.loads(last)
     return names
 
 
@@ -59,7 +61,9 @@ def drivers() -> str:
         process = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return "; ".join(process.stdout.splitlines()) if process.returncode == 0 else ""
+    if process.returncode:
+        return ""
+    return "; ".join(process.stdout.splitlines())
 
 
 def numbers_of_ranks(gpus: int) -> list[int]:
@@ -108,7 +112,9 @@ def plan(
 ) -> list[Stage | Program]:
     """What matters most first: the real NCCL and the GPU tests of two ranks, which is all with `quick`."""
     simulated = os.environ.get(DEVICE_VARIABLE, "")
-    device = simulated or (gpus[0].partition(":")[0] if gpus else "")
+    device = simulated
+    if gpus and not simulated:
+        device = gpus[0].partition(":")[0]
     ranks = numbers_of_ranks(len(gpus))
     programs: list[Stage | Program] = []
     if device in ("cuda", "sim"):  # what support.accelerator can exchange
@@ -119,11 +125,13 @@ def plan(
     first = [stage for stage in tests if stage.ranks == 2]
     if quick:
         return programs + first
-    programs += [*first, unit_stage(), *(stage for stage in tests if stage.ranks != 2)]
+    rest = [stage for stage in tests if stage.ranks != 2]
+    programs += [*first, unit_stage(), *rest]
     if not gpus:
         return programs
     for number in ranks:
-        programs += gpu_programs.benchmarks(number, len(gpus)) if number == 1 else ()
+        if number == 1:
+            programs += gpu_programs.benchmarks(number, len(gpus))
         programs += gpu_programs.scripts(number, scratch)
     for number in ranks[1:]:
         programs += gpu_programs.benchmarks(number, len(gpus))
@@ -144,14 +152,17 @@ def target_is_met(measured: Sequence[Program], folder: Path) -> bool | None:
         for row in rows_of(program, folder)
         if row["training step"].startswith("plain")
     ]
-    return max(ratios) <= TARGET if ratios else None
+    if not ratios:
+        return None
+    return max(ratios) <= TARGET
 
 
 def rows_of(program: Program, folder: Path) -> list[dict[str, Any]]:
     written = folder / program.file
     if program.code or not program.file or not written.exists():
         return []
-    rows: list[dict[str, Any]] = json.loads(written.read_text())["rows"]
+    measured = json.loads(written.read_text())
+    rows: list[dict[str, Any]] = measured["rows"]
     return rows
 
 
@@ -161,10 +172,12 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
     if not rows:
         return ["nothing measured"]
-    columns = [name for name, value in rows[0].items() if not isinstance(value, (list, dict))]
-    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
-    lines += [" | ".join(cell(row.get(name, "-")) for name in columns) for row in rows]
-    return [f"| {line} |" for line in lines]
+    first = rows[0]
+    columns = [name for name in first if not isinstance(first[name], (list, dict))]
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        lines.append([cell(row.get(name, "-")) for name in columns])
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def markdown(facts: dict[str, Any]) -> str:
@@ -175,9 +188,10 @@ def markdown(facts: dict[str, Any]) -> str:
             "No GPU that torch can use: the tests were skipped, and nothing was measured.",
         ]
     lines += _of_nccl(facts["native"])
-    lines += ["", "## Tests", "", *table(facts["tests"]), "", *facts["skips"]]
+    lines += ["", "## Tests", "", *table(facts["tests"])]
+    lines += ["", *facts["skips"]]
     if facts["programs"]:
-        shown = [{name: p[name] for name in ("name", "ranks", "result")} for p in facts["programs"]]
+        shown = [_how_it_ended(program) for program in facts["programs"]]
         lines += ["", "## Programs", "", *table(shown)]
     for benchmark in facts["benchmarks"]:
         title = f"## {benchmark['name']}, {benchmark['ranks']} ranks"
@@ -189,14 +203,19 @@ def markdown(facts: dict[str, Any]) -> str:
         lines += ["", f"Target: one rank's step within {TARGET} of plain PyTorch's: {words}."]
     if facts["not_run"]:
         lines += ["", f"Not run: {', '.join(facts['not_run'])}."]
-    failures = facts["failures"] | {
-        f"{program['name']} {program['ranks']}": program["output"]
-        for program in (*facts["native"], *facts["programs"], *facts["benchmarks"])
-        if program["code"]
-    }
+    failures = dict(facts["failures"])
+    for kind in ("native", "programs", "benchmarks"):
+        for program in facts[kind]:
+            if program["code"]:
+                failures[f"{program['name']} {program['ranks']}"] = program["output"]
     for title, output in failures.items():
-        lines += ["", f"## Failed: {title}", "", "```", output[-8000:].strip(), "```"]
+        end = output[-8000:].strip()
+        lines += ["", f"## Failed: {title}", "", "```", end, "```"]
     return "\n".join(lines) + "\n"
+
+
+def _how_it_ended(program: dict[str, Any]) -> dict[str, Any]:
+    return {name: program[name] for name in ("name", "ranks", "result")}
 
 
 def _of_nccl(programs: Sequence[dict[str, Any]]) -> list[str]:
@@ -208,7 +227,7 @@ def _of_nccl(programs: Sequence[dict[str, Any]]) -> list[str]:
         lines += ["Ranks share a GPU: NCCL takes each for a host, and its speed means nothing.", ""]
     rows = [
         {
-            **{name: program[name] for name in ("name", "ranks", "result")},
+            **_how_it_ended(program),
             "seconds": program["took"],
             "what": "; ".join(program["results"]),
         }
@@ -240,6 +259,10 @@ class Report:
             kind: [program for program in self.programs if program.kind == kind]
             for kind in (NATIVE, SCRIPT, BENCHMARK)
         }
+        failures = {}
+        for stage in self.stages:
+            if stage.failed:
+                failures[f"{stage.name} {stage.ranks or ''}"] = stage.output
         facts = {
             "machine": self.machine,
             "native": [program.facts() for program in of_kind[NATIVE]],
@@ -255,7 +278,7 @@ class Report:
                 for stage in self.stages
             ],
             "skips": [line for stage in self.stages for line in skips(stage)],
-            "failures": {f"{s.name} {s.ranks or ''}": s.output for s in self.stages if s.failed},
+            "failures": failures,
             "programs": [program.facts() for program in of_kind[SCRIPT]],
             "benchmarks": [
                 {**program.facts(), "rows": rows_of(program, self.folder)}
@@ -276,13 +299,16 @@ class Report:
 def say_what_is_needed(to_run: Sequence[Stage | Program]) -> bool:
     """Name the packages, and what is skipped for want of some. Returns: whether the tests can be run."""
     print(f"needed: {', '.join(NEEDED)}")
-    for name in dict.fromkeys(
-        need for program in to_run if isinstance(program, Program) for need in program.needs
-    ):
-        users = dict.fromkeys(p.name for p in to_run if isinstance(p, Program) and name in p.needs)
-        print(
-            f"needed by {', '.join(users)}: {name}{'' if is_there(name) else ', which is missing'}"
-        )
+    users: dict[str, list[str]] = {}  # of each package that some programs alone need
+    for program in to_run:
+        if isinstance(program, Program):
+            for name in program.needs:
+                some = users.setdefault(name, [])
+                if program.name not in some:
+                    some.append(program.name)
+    for name, some in users.items():
+        but = "" if is_there(name) else ", which is missing"
+        print(f"needed by {', '.join(some)}: {name}{but}")
     missing = [name for name in NEEDED if not is_there(name)]
     if missing:
         print(f"missing: {', '.join(missing)}. Install them, or bring them along as wheels")
@@ -346,7 +372,8 @@ def main() -> int:
             names = list(dict.fromkeys(each.name for each in to_run))
             if unknown := set(arguments.only).difference(names):
                 parser.error(f"no stage is named {min(unknown)!r}. There are: {', '.join(names)}")
-            to_run = [each for name in arguments.only for each in to_run if each.name == name]
+            wanted = arguments.only
+            to_run = [each for name in wanted for each in to_run if each.name == name]
         if not say_what_is_needed(to_run):
             return 2
         not_run = [f"{each.name} {each.ranks or ''}".strip() for each in to_run]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+Names = Mapping[str, str]
+
 
 @dataclass(frozen=True)
 class Library:
@@ -24,12 +26,13 @@ class Library:
     """
 
     modules: tuple[str, ...]
-    values: Mapping[str, str]
-    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    values: Names
+    names: Mapping[str, Names] = field(default_factory=dict)
 
     @property
     def roots(self) -> set[str]:
-        return {*self.modules, *(name.partition(".")[0] for name in self.values)}
+        of_values = {name.partition(".")[0] for name in self.values}
+        return of_values.union(self.modules)
 
 
 class Use(NamedTuple):
@@ -56,15 +59,20 @@ def uses_of(library: Library, tree: ast.Module) -> list[Use]:
     follower.visit(tree)  # what names are bound to
     follower.uses.clear()
     follower.visit(tree)  # now in whatever order they stand
-    texts = (uses_of(library, program) for program in _programs(tree, library.modules))
-    return [*follower.uses, *(use for uses in texts for use in uses)]
+    found = follower.uses
+    for program in _programs(tree, library.modules):
+        found += uses_of(library, program)
+    return found
+
+
+Scope = tuple[str, ...]  # names of classes and functions around a node
 
 
 class _Follower(ast.NodeVisitor):
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._scope: tuple[str, ...] = ()  # names of classes and functions around a node
-        self._bound: dict[tuple[tuple[str, ...], str], str] = {}  # by scope and text
+        self._scope: Scope = ()
+        self._bound: dict[tuple[Scope, str], str] = {}  # by scope and text
         self.uses: list[Use] = []
 
     # What names are bound to
@@ -72,7 +80,10 @@ class _Follower(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             root = alias.name.partition(".")[0]
-            self._bind(ast.Name(alias.asname or root), alias.name if alias.asname else root)
+            if alias.asname:
+                self._bind(ast.Name(alias.asname), alias.name)
+            else:
+                self._bind(ast.Name(root), root)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
@@ -97,12 +108,13 @@ class _Follower(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         self.generic_visit(node)
-        name = None if node.value is None else self._name_of(node.value)
-        if name:
-            self._bound[self._scope[:1], f"self.{self._scope[-1]}()"] = name
+        if node.value is not None and (name := self._name_of(node.value)):
+            call = f"self.{self._scope[-1]}()"
+            self._bound[self._scope[:1], call] = name
 
     def _within(self, node: ast.ClassDef | ast.FunctionDef) -> None:
-        outside, self._scope = self._scope, (*self._scope, node.name)
+        outside = self._scope
+        self._scope = (*outside, node.name)
         for name, meant in self._library.names.get(node.name, {}).items():
             self._bind(ast.Name(name), meant)
         if isinstance(node, ast.FunctionDef):
@@ -116,7 +128,10 @@ class _Follower(ast.NodeVisitor):
         if name is None or name.partition(".")[0] not in self._library.roots:
             return False
         text = _text(target)
-        self._bound[self._scope[:1] if text.startswith("self.") else self._scope, text] = name
+        scope = self._scope
+        if text.startswith("self."):
+            scope = scope[:1]
+        self._bound[scope, text] = name
         return True
 
     # What is used
@@ -127,13 +142,16 @@ class _Follower(ast.NodeVisitor):
             self.generic_visit(node)
             return
         self.uses.append(Use(name, node, node.lineno))
-        for part in (*ast.iter_child_nodes(node.func), *node.args, *node.keywords):
+        for part in ast.iter_child_nodes(node.func):
             self.visit(part)
+        for argument in (*node.args, *node.keywords):
+            self.visit(argument)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         outer = self._name_of(node.value)
         if outer:
-            self.uses.append(Use(f"{outer}.{node.attr}", None, node.lineno))
+            name = f"{outer}.{node.attr}"
+            self.uses.append(Use(name, None, node.lineno))
         self.generic_visit(node)
 
     def _name_of(self, node: ast.expr) -> str | None:
@@ -154,15 +172,19 @@ class _Follower(ast.NodeVisitor):
                 return self._looked_up(_text(node))
             case ast.Attribute(value, attribute):
                 outer = self._name_of(value)
-                name = f"{outer}.{attribute}"
-                return (outer and self._library.values.get(name, name)) or self._looked_up(
-                    _text(node)
-                )
+                if outer:
+                    name = f"{outer}.{attribute}"
+                    return self._library.values.get(name, name)
+                return self._looked_up(_text(node))
         return None
 
     def _looked_up(self, text: str) -> str | None:
-        scopes = (self._scope[:end] for end in range(len(self._scope), -1, -1))
-        return next((self._bound[s, text] for s in scopes if (s, text) in self._bound), None)
+        """In the innermost scope that binds `text`."""
+        for end in range(len(self._scope), -1, -1):
+            name = self._bound.get((self._scope[:end], text))
+            if name is not None:
+                return name
+        return None
 
     def _returned(self, function: ast.expr) -> str | None:
         name = self._name_of(function)
@@ -181,16 +203,17 @@ def _text(node: ast.expr) -> str:
         case ast.Attribute(value, attribute):
             return f"{_text(value)}.{attribute}"
         case ast.Subscript(value, key):
-            return f"{_text(value)}[{repr(key.value) if isinstance(key, ast.Constant) else ''}]"
+            item = repr(key.value) if isinstance(key, ast.Constant) else ""
+            return f"{_text(value)}[{item}]"
     return ""
 
 
 def _programs(tree: ast.Module, modules: tuple[str, ...]) -> Iterator[ast.Module]:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            text = "".join(
-                str(p.value) if isinstance(p, ast.Constant) else "0" for p in node.values
-            )
+            text = ""
+            for part in node.values:
+                text += str(part.value) if isinstance(part, ast.Constant) else "0"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
         else:

@@ -40,14 +40,21 @@ def no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(device: str, make: Callable[..., torch.optim.Optimizer]) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.AdaptiveAvgPool2d(2), nn.Flatten()),
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
         nn.Linear(64, 10),
     ).to(device)
     optimizer = make(model.parameters())
     losses = []
     for _ in range(10):
-        images, labels = torch.randn(16, 1, 12, 12), torch.randint(0, 10, (16,))
+        images = torch.randn(16, 1, 12, 12)
+        labels = torch.randint(0, 10, (16,))
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
@@ -72,11 +79,15 @@ def test_a_cnn_trains_to_the_losses_of_the_cpu(sim: Any, make: Any) -> None:
     "inputs", [torch.tensor([[1, 2, 1]]), torch.randn(5, 2, 3)], ids=["sparse", "LSTM"]
 )
 def test_sparse_gradients_and_fused_cells(sim: Any, inputs: torch.Tensor) -> None:
-    ours: Any = nn.LSTM(3, 4) if inputs.is_floating_point() else nn.Embedding(5, 3, sparse=True)
+    ours: Any = nn.Embedding(5, 3, sparse=True)
+    if inputs.is_floating_point():
+        ours = nn.LSTM(3, 4)
     theirs = copy.deepcopy(ours).to(DEVICE)
     for model, device in ((ours, "cpu"), (theirs, DEVICE)):
-        out = model(inputs.to(device))
-        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+        output = model(inputs.to(device))
+        if isinstance(output, tuple):  # an LSTM's, which has its last state, too
+            output = output[0]
+        output.square().sum().backward()
     for here, there in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(there.grad.cpu().to_dense(), here.grad.to_dense())
 
@@ -86,7 +97,8 @@ def test_generators_are_the_devices_own(sim: Any) -> None:
         return torch.rand(2, device=DEVICE).tolist()
 
     torch.manual_seed(3)
-    state, on_host = sim.get_rng_state(0), torch.get_rng_state()
+    state = sim.get_rng_state(0)
+    on_host = torch.get_rng_state()
     first = numbers()
     assert torch.equal(torch.get_rng_state(), on_host)
     sim.set_rng_state(state, 0)
@@ -94,7 +106,8 @@ def test_generators_are_the_devices_own(sim: Any) -> None:
 
 
 def test_two_devices_and_the_host_do_not_mix(sim: Any) -> None:
-    a, b = torch.ones(2, device="sim:0"), torch.ones(2, device="sim:1")
+    a = torch.ones(2, device="sim:0")
+    b = torch.ones(2, device="sim:1")
     for other in (b, b.cpu()):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             a + other

@@ -33,14 +33,20 @@ from torch._C import _distributed_c10d as c10d
 from support.simulated_accelerator.links import Links
 
 BACKEND = "simccl"
-SECONDS_OF_A_WATCHDOG, SECONDS_BETWEEN_LOOKS = 10.0, 0.1
+SECONDS_OF_A_WATCHDOG = 10.0
+SECONDS_BETWEEN_LOOKS = 0.1
 # What goes wrong on this rank: "constructor" and "connect" raise, with "hang" no kernel ends until `abort()`.
-faults = set(filter(None, os.environ.get("SIMULATED_FAULTS", "").split(",")))
+faults = set(os.environ.get("SIMULATED_FAULTS", "").split(",")) - {""}
 
 Tensors = Sequence[torch.Tensor]
-Combine = Callable[[list[list[torch.Tensor]]], list[torch.Tensor]]
+Job = Callable[[Tensors], Tensors]  # what the group's thread makes of the inputs
+Numbered = tuple[int, Job]  # a collective's job
+UnderWay = tuple[torch.Stream, list[torch.Tensor]]  # of a collective: where it runs, what it uses
+Ranks = list[list[torch.Tensor]]  # the inputs of each rank
+Combine = Callable[[Ranks], list[torch.Tensor]]
+Reduction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-_REDUCTIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_REDUCTIONS: dict[Any, Reduction] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
     dist.ReduceOp.PREMUL_SUM: torch.add,
@@ -50,7 +56,8 @@ _REDUCTIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 # NCCL has no kernels for others; it moves complex numbers as pairs, and booleans as bytes.
 _DTYPES = {
-    torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.bool, torch.complex64, torch.complex128,
 }  # fmt: skip
 
@@ -79,7 +86,10 @@ class WorkSim(dist.Work):
         host_waits: bool = False,
     ) -> None:
         super().__init__()
-        self._device, self._end, self._tensors, self._host_waits = device, end, tensors, host_waits
+        self._device = device
+        self._end = end
+        self._tensors = tensors
+        self._host_waits = host_waits
         self._result = list(tensors)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -106,9 +116,8 @@ class WorkSim(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
-            devices=[self._device]
-        )
+        future: torch.futures.Future[list[torch.Tensor]]
+        future = torch.futures.Future(devices=[self._device])
         side = torch.Stream(self._device)
         if self._end is not None:
             side.wait_event(self._end)
@@ -129,17 +138,16 @@ class ProcessGroupSim(dist.ProcessGroup):
             raise RuntimeError(
                 "simulated fault: the constructor of ProcessGroupSim fails on this rank"
             )
-        self._store, self._rank, self._size = store, rank, size
+        self._store = store
+        self._rank = rank
+        self._size = size
         self.options = options or Options()
         self._connected: Links | None = None
         self._streams: dict[int, torch.Stream] = {}
-        self._jobs: queue.SimpleQueue[tuple[int, Callable[[Tensors], Tensors]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._under_way: dict[int, tuple[torch.Stream, list[torch.Tensor]]] = {}
-        self._order = (
-            threading.Lock()
-        )  # of calls of several threads: the stream's and the thread's must be one
+        self._jobs: queue.SimpleQueue[Numbered | None] = queue.SimpleQueue()
+        self._under_way: dict[int, UnderWay] = {}
+        # Of calls of several threads: the stream's and the thread's must be one.
+        self._order = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def rank(self) -> int:
@@ -148,7 +156,8 @@ class ProcessGroupSim(dist.ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    getRank, getSize = rank, size  # noqa: N815
+    getRank = rank  # noqa: N815
+    getSize = size  # noqa: N815
 
     def name(self) -> str:
         return BACKEND
@@ -176,7 +185,8 @@ class ProcessGroupSim(dist.ProcessGroup):
         uuid = torch.get_device_module(device).get_device_properties(device).uuid
         uuid = f"{os.environ.get('NCCL_HOSTID', '')} {uuid}"  # NCCL compares names of hosts, too
         self._store.set(f"device/{self._rank}", str(uuid))
-        uuids = [self._store.get(f"device/{rank}").decode() for rank in range(self._size)]
+        keys = [f"device/{rank}" for rank in range(self._size)]
+        uuids = [self._store.get(key).decode() for key in keys]
         for rank, other in enumerate(uuids):
             if rank != self._rank and other == str(uuid):
                 raise RuntimeError(
@@ -231,7 +241,7 @@ class ProcessGroupSim(dist.ProcessGroup):
         self,
         inputs: Tensors,
         outputs: Tensors,
-        combine: Callable[[Tensors], Tensors],
+        combine: Job,
         opts: Any,
         host_waits: bool = False,
     ) -> WorkSim:
@@ -260,7 +270,7 @@ class ProcessGroupSim(dist.ProcessGroup):
         self,
         inputs: Tensors,
         outputs: Tensors,
-        combine: Callable[[Tensors], Tensors],
+        combine: Job,
         stream: torch.Stream,
     ) -> int:
         collective: int = torch.ops.simulated.start_collective(
@@ -275,50 +285,47 @@ class ProcessGroupSim(dist.ProcessGroup):
 
     def _forget_ended(self) -> None:
         """Let go of tensors that nobody waits for: their memory is free when the group's stream is done with it."""
-        for collective in [*filter(torch.ops.simulated.collective_has_ended, self._under_way)]:
-            stream, tensors = self._under_way.pop(collective)
-            for tensor in tensors:
-                tensor.record_stream(stream)
+        for collective in list(self._under_way):
+            if torch.ops.simulated.collective_has_ended(collective):
+                stream, tensors = self._under_way.pop(collective)
+                for tensor in tensors:
+                    tensor.record_stream(stream)
 
     # What the thread does with copies of the inputs in host memory, all flat
 
-    def _exchange(self, inputs: Tensors) -> list[list[torch.Tensor]]:
+    def _exchange(self, inputs: Tensors) -> Ranks:
         """The inputs of every rank, which have the same sizes."""
-        packed = torch.cat([tensor.view(torch.uint8) for tensor in inputs]).numpy().tobytes()
         sizes = [tensor.nbytes for tensor in inputs]
-        ranks = [
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            for data in self._links.exchange(packed)
-        ]
-        return [
-            [
-                part.clone().view(like.dtype)
-                for part, like in zip(rank.split(sizes), inputs, strict=True)
-            ]
-            for rank in ranks
-        ]
+        packed = torch.cat([tensor.view(torch.uint8) for tensor in inputs])
+        ranks: Ranks = []
+        for data in self._links.exchange(_bytes_of(packed)):
+            parts = _tensor_of(data, torch.uint8).split(sizes)
+            tensors = []
+            for part, like in zip(parts, inputs, strict=True):
+                tensors.append(part.clone().view(like.dtype))
+            ranks.append(tensors)
+        return ranks
 
-    def _together(self, combine: Combine) -> Callable[[Tensors], Tensors]:
+    def _together(self, combine: Combine) -> Job:
         return lambda inputs: combine(self._exchange(inputs))
 
-    def _send(self, to: int) -> Callable[[Tensors], Tensors]:
+    def _send(self, to: int) -> Job:
         def job(inputs: Tensors) -> Tensors:
-            self._links.send(inputs[0].view(torch.uint8).numpy().tobytes(), to)
+            self._links.send(_bytes_of(inputs[0]), to)
             return []
 
         return job
 
-    def _receive(self, like: torch.Tensor, source: int) -> Callable[[Tensors], Tensors]:
-        return lambda inputs: [
-            torch.frombuffer(bytearray(self._links.receive(source)), dtype=like.dtype)
-        ]
+    def _receive(self, like: torch.Tensor, source: int) -> Job:
+        return lambda inputs: [_tensor_of(self._links.receive(source), like.dtype)]
 
     # Collectives, with the arguments of torch's own groups
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> WorkSim:
-        tensors, opts = _listed(tensors), opts or c10d.AllreduceOptions()
+        tensors = _listed(tensors)
+        opts = opts or c10d.AllreduceOptions()
 
-        def combine(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        def combine(ranks: Ranks) -> list[torch.Tensor]:
             return [_reduce(same, opts.reduceOp) for same in zip(*ranks, strict=True)]
 
         return self._submit(tensors, tensors, self._together(combine), opts)
@@ -329,24 +336,22 @@ class ProcessGroupSim(dist.ProcessGroup):
         tensors = _listed(tensors)
         outputs = tensors if self._rank == opts.rootRank else []
 
-        def combine(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-            return [_reduce(same, opts.reduceOp) for same in zip(*ranks, strict=True)][
-                : len(outputs)
-            ]
+        def combine(ranks: Ranks) -> list[torch.Tensor]:
+            reduced = [_reduce(same, opts.reduceOp) for same in zip(*ranks, strict=True)]
+            return reduced[: len(outputs)]
 
         return self._submit(tensors, outputs, self._together(combine), opts)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> WorkSim:
         tensors = _listed(tensors)
-        return self._submit(
-            tensors, tensors, self._together(lambda ranks: ranks[opts.rootRank]), opts
-        )
+        of_root = self._together(lambda ranks: ranks[opts.rootRank])
+        return self._submit(tensors, tensors, of_root, opts)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> WorkSim:
-        (into,), (tensor,) = outputs, inputs
-        return self._submit(
-            [tensor], into, self._together(lambda ranks: [r[0] for r in ranks]), opts
-        )
+        (into,) = outputs
+        (tensor,) = inputs
+        of_all = self._together(lambda ranks: [rank[0] for rank in ranks])
+        return self._submit([tensor], into, of_all, opts)
 
     def _allgather_base(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -358,7 +363,7 @@ class ProcessGroupSim(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> WorkSim:
-        def combine(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        def combine(ranks: Ranks) -> list[torch.Tensor]:
             return [torch.cat(same) for same in zip(*ranks, strict=True)]
 
         return self._submit(inputs, outputs, self._together(combine), opts)
@@ -368,9 +373,11 @@ class ProcessGroupSim(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> WorkSim:
-        (output,), (parts,), opts = outputs, inputs, opts or c10d.ReduceScatterOptions()
+        (output,) = outputs
+        (parts,) = inputs
+        opts = opts or c10d.ReduceScatterOptions()
 
-        def combine(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        def combine(ranks: Ranks) -> list[torch.Tensor]:
             return [_reduce([rank[self._rank] for rank in ranks], opts.reduceOp)]
 
         return self._submit(parts, [output], self._together(combine), opts)
@@ -387,9 +394,12 @@ class ProcessGroupSim(dist.ProcessGroup):
     ) -> WorkSim:
         opts = opts or c10d.ReduceScatterOptions()
 
-        def combine(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-            mine = [[tensor.chunk(self._size)[self._rank] for tensor in rank] for rank in ranks]
-            return [_reduce(same, opts.reduceOp) for same in zip(*mine, strict=True)]
+        def combine(ranks: Ranks) -> list[torch.Tensor]:
+            reduced = []
+            for same in zip(*ranks, strict=True):
+                mine = [tensor.chunk(self._size)[self._rank] for tensor in same]
+                reduced.append(_reduce(mine, opts.reduceOp))
+            return reduced
 
         return self._submit(inputs, outputs, self._together(combine), opts)
 
@@ -397,15 +407,16 @@ class ProcessGroupSim(dist.ProcessGroup):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> WorkSim:
         into = list(outputs[0]) if self._rank == opts.rootRank else []
-        return self._submit(
-            inputs, into, self._together(lambda ranks: [r[0] for r in ranks[: len(into)]]), opts
-        )
+
+        def combine(ranks: Ranks) -> list[torch.Tensor]:
+            return [rank[0] for rank in ranks[: len(into)]]
+
+        return self._submit(inputs, into, self._together(combine), opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> WorkSim:
         """Of parts of equal size."""
-        return self._submit(
-            inputs, outputs, self._together(lambda ranks: [r[self._rank] for r in ranks]), opts
-        )
+        mine = self._together(lambda ranks: [rank[self._rank] for rank in ranks])
+        return self._submit(inputs, outputs, mine, opts)
 
     def alltoall_base(
         self,
@@ -415,18 +426,19 @@ class ProcessGroupSim(dist.ProcessGroup):
         input_sizes: Any,
         opts: Any = None,
     ) -> WorkSim:
-        sizes = list(input_sizes) or [len(tensor) // self._size] * self._size
+        equal = [len(tensor) // self._size] * self._size
+        sizes = list(input_sizes) or equal
         row = tensor.numel() // (len(tensor) or 1)
 
         def combine(inputs: Tensors) -> Tensors:
-            parts = [part.contiguous() for part in inputs[0].split([size * row for size in sizes])]
-            sent = [part.view(torch.uint8).numpy().tobytes() for part in parts]
-            received = [
-                pickle.loads(data)[self._rank] for data in self._links.exchange(pickle.dumps(sent))
-            ]
-            whole = bytearray(b"".join(received))
-            empty = torch.empty(0, dtype=output.dtype)
-            return [torch.frombuffer(whole, dtype=output.dtype) if whole else empty]
+            parts = inputs[0].split([size * row for size in sizes])
+            sent = [_bytes_of(part.contiguous()) for part in parts]
+            everyone = self._links.exchange(pickle.dumps(sent))
+            mine = [pickle.loads(data)[self._rank] for data in everyone]
+            received = b"".join(mine)
+            if not received:
+                return [torch.empty(0, dtype=output.dtype)]
+            return [_tensor_of(received, output.dtype)]
 
         return self._submit([tensor], [output], combine, opts)
 
@@ -442,9 +454,8 @@ class ProcessGroupSim(dist.ProcessGroup):
         """Alone of all, it makes the host wait in `wait()`, as NCCL's."""
         device = torch.device("sim", torch.accelerator.current_device_index())
         tensor = torch.zeros(1, device=device)
-        return self._submit(
-            [tensor], [tensor], self._together(lambda ranks: ranks[0]), None, host_waits=True
-        )
+        of_first = self._together(lambda ranks: ranks[0])
+        return self._submit([tensor], [tensor], of_first, None, host_waits=True)
 
 
 def register() -> None:
@@ -454,7 +465,8 @@ def register() -> None:
 
     def make(backend: Any, options: Options | None) -> ProcessGroupSim:
         options = options or Options()
-        options._timeout, options.group_name = backend.timeout, backend.group_id
+        options._timeout = backend.timeout
+        options.group_name = backend.group_id
         return ProcessGroupSim(backend.store, backend.group_rank, backend.group_size, options)
 
     dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["sim"])
@@ -464,13 +476,20 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
 def _check(tensors: Tensors) -> torch.device:
     """The one device of `tensors`. Raises: as NCCL does."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1 or next(iter(devices)).type != "sim":
-        raise RuntimeError(
-            f"No backend type associated with device type {sorted(map(str, devices))}"
-        )
+        names = sorted(str(device) for device in devices)
+        raise RuntimeError(f"No backend type associated with device type {names}")
     for tensor in tensors:
         if tensor.is_sparse:
             raise RuntimeError("Tensors must be dense")
@@ -487,9 +506,12 @@ def _reduce(tensors: Tensors, op: Any) -> torch.Tensor:
     if kind == dist.ReduceOp.PREMUL_SUM:
         tensors = [tensor * factor for tensor in tensors]
         total = tensors[0]
+    is_or = kind in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)  # of booleans
     for tensor in tensors[1:]:
-        if tensor.dtype is torch.bool and kind in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-            total = total | tensor
+        if is_or and tensor.dtype is torch.bool:
+            total |= tensor
         else:
             total = _REDUCTIONS[kind](total, tensor)
-    return total / len(tensors) if kind == dist.ReduceOp.AVG else total
+    if kind == dist.ReduceOp.AVG:
+        return total / len(tensors)
+    return total
