@@ -77,8 +77,10 @@ def _commands(block: str) -> Iterator[Command]:
         raise ValueError(f"a console block begins with output: {nothing!r}")
     for part in parts:
         lines = part.splitlines(keepends=True)
-        last = next(n for n, line in enumerate(lines, 1) if not line.endswith("\\\n"))
-        yield Command("".join(lines[:last]).rstrip("\n"), "".join(lines[last:]))
+        goes_on = [line.endswith("\\\n") for line in lines]
+        end = goes_on.index(False) + 1
+        text = "".join(lines[:end]).rstrip("\n")
+        yield Command(text, output="".join(lines[end:]))
 
 
 def run(page: Path, folder: Path, environment: Mapping[str, str]) -> list[Job]:
@@ -109,7 +111,9 @@ def _run(command: Command, folder: Path, environment: Mapping[str, str]) -> Job:
 
 def is_shown(output: str, stdout: str, stderr: str) -> bool:
     """Whether a page's output stands for what a command has written to stdout and to stderr."""
-    shown, of_stdout, of_stderr = map(_lines, (output, stdout, stderr))
+    shown = _lines(output)
+    of_stdout = _lines(stdout)
+    of_stderr = _lines(stderr)
 
     @functools.cache
     def fits(done: int, out: int, err: int) -> bool:
@@ -120,9 +124,11 @@ def is_shown(output: str, stdout: str, stderr: str) -> bool:
         if line == ANY and fits(done + 1, out, err):
             return True
         then = done if line == ANY else done + 1
-        if out < len(of_stdout) and _matches(line, of_stdout[out]) and fits(then, out + 1, err):
+        on_stdout = out < len(of_stdout) and _matches(line, of_stdout[out])
+        if on_stdout and fits(then, out + 1, err):
             return True
-        return err < len(of_stderr) and _matches(line, of_stderr[err]) and fits(then, out, err + 1)
+        on_stderr = err < len(of_stderr) and _matches(line, of_stderr[err])
+        return on_stderr and fits(then, out, err + 1)
 
     return fits(0, 0, 0)
 

@@ -35,7 +35,8 @@ class CudaAccelerator:
     def capture(self) -> Iterator[None]:
         """Capture a graph; an error inside ends it."""
         torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")

@@ -72,7 +72,8 @@ def blocks_of(page: str | Path) -> list[Block]:
     Args: page: its path, below the project's folder or whole.
     """
     text = (TOP / page).read_text(encoding="utf-8")
-    saved = {step.text for step in console.steps(text) if isinstance(step, console.SavedFile)}
+    files = [step for step in console.steps(text) if isinstance(step, console.SavedFile)]
+    saved = {file.text for file in files}
     fences = re.findall(r"^( *)```(.*)\n((?s:.*?))^\1```$", text, re.MULTILINE)
     return [
         Block(language, textwrap.dedent(block), block in saved)
@@ -97,7 +98,8 @@ def pattern_of(shown: str) -> str:
     Args: shown: the page's output; … stands for other characters of a word.
     """
     number = r"\d+(?:\\\.\d+)?"
-    words = (re.sub(number, r"\\d+(?:\\.\\d+)?", re.escape(word)) for word in shown.split())
+    literal = [re.escape(word) for word in shown.split()]
+    words = [re.sub(number, r"\\d+(?:\\.\\d+)?", word) for word in literal]
     return r"\s+".join(words).replace("…", r"\S*")
 
 

@@ -36,7 +36,8 @@ class FaultRow:
         """Its line in the page."""
         printed = re.sub(r" ?(\\n|\.\*)+ ?", " … ", self.printed)
         printed = printed.replace("\\", "").replace("|", " or ")
-        return f"| {self.fault} | {self.seen_by} | {self.after} | `{printed}` | {self.exit_code} |"
+        cells = (self.fault, self.seen_by, self.after, f"`{printed}`", self.exit_code)
+        return f"| {' | '.join(cells)} |"
 
 
 def fault_table() -> list[FaultRow]:

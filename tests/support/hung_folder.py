@@ -17,20 +17,28 @@ from pathlib import Path
 import pytest
 
 # <linux/fuse.h>
-HEADER, ANSWER = struct.Struct("=IIQQIIIHH"), struct.Struct("=IiQ")
-LOOKUP, GETATTR, STATFS, INIT, OPENDIR, READDIR, RELEASEDIR = 1, 3, 17, 26, 27, 28, 29
+HEADER = struct.Struct("=IIQQIIIHH")
+ANSWER = struct.Struct("=IiQ")
+LOOKUP = 1
+GETATTR = 3
+STATFS = 17
+INIT = 26
+OPENDIR = 27
+READDIR = 28
+RELEASEDIR = 29
+FOLDER = (1, 0, 0, 0, 0, 0, 0, 0, 0, 0o40777, 2, 0, 0, 0, 0, 0)  # inode 1
 ANSWERS = {
     # version 7.19, no read-ahead, no flags, no limits, bytes of a write
     INIT: struct.pack("=IIIIHHI", 7, 19, 0, 0, 0, 0, 65536),
-    # valid for 3600 s; inode 1, a folder
-    GETATTR: struct.pack("=QII", 3600, 0, 0)
-    + struct.pack("=QQQQQQIIIIIIIIII", *[1] + [0] * 8, 0o40777, 2, *[0] * 5),
+    # valid for 3600 s
+    GETATTR: struct.pack("=QII", 3600, 0, 0) + struct.pack("=QQQQQQIIIIIIIIII", *FOLDER),
     STATFS: bytes(80),
     OPENDIR: bytes(16),
     READDIR: b"",
     RELEASEDIR: b"",
 }
-NO_SUCH_FILE, NO_SUCH_REQUEST = -2, -38
+NO_SUCH_FILE = -2
+NO_SUCH_REQUEST = -38
 
 
 def serve(path: str) -> None:
@@ -47,7 +55,8 @@ def serve(path: str) -> None:
         name = request[HEADER.size :].rstrip(b"\0")
         answer = ANSWERS.get(kind)
         if answer is not None:
-            os.write(device, ANSWER.pack(ANSWER.size + len(answer), 0, number) + answer)
+            header = ANSWER.pack(ANSWER.size + len(answer), 0, number)
+            os.write(device, header + answer)
         else:
             error = NO_SUCH_FILE if kind == LOOKUP else NO_SUCH_REQUEST
             os.write(device, ANSWER.pack(ANSWER.size, error, number))

@@ -10,9 +10,8 @@ PACKAGE = str(Path(mpistrat.__file__).parent) + os.sep
 TORCH = r'File ".*/torch/(utils/|nn/modules/|autograd/)'
 MOST_LINES_ADDED = 12  # to the program's own traceback
 MOST_LINES = 30  # with the traceback, and with the lines of MPI's launcher
-FORKED = re.compile(
-    r'  File ".*/support/forked/server.py", .*\n.*\n'
-)  # of `launcher.run_python(forked=True)`
+# Of `launcher.run_python(forked=True)`.
+FORKED = re.compile(r'  File ".*/support/forked/server.py", .*\n.*\n')
 
 
 def assert_mended_by(
@@ -21,7 +20,8 @@ def assert_mended_by(
     """Args: advice: a pattern of what the last line says. stalled: there is a report, too, which may be long."""
     lines = stderr.splitlines()
     # What MPI's launcher prints after it is not ours.
-    ours = lines[: 1 + max(i for i, line in enumerate(lines) if line.startswith("mpistrat: "))]
+    last = max(number for number, line in enumerate(lines) if line.startswith("mpistrat: "))
+    ours = lines[: last + 1]
     assert re.fullmatch(rf"mpistrat: correct {advice}", ours[-1].removesuffix(".")), stderr
     assert stderr.count("Traceback") == tracebacks, stderr
     assert PACKAGE not in stderr, stderr

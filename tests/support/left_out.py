@@ -67,15 +67,19 @@ def sites() -> list[Site]:
 @contextmanager
 def without(site: Site, unrecorded: Callable[[Any], Any]) -> Iterator[None]:
     """The package as if the source had no such wait. Args: unrecorded: an event of a stream, or of a library."""
-    module = importlib.import_module(f"mpistrat.{site.file[:-3].replace('/', '.')}")
+    module_name = site.file.removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(f"mpistrat.{module_name}")
     *around, name = site.function.split(".")
     function: Any = inspect.getattr_static(functools.reduce(getattr, around, module), name)
     function = inspect.unwrap(getattr(function, "__func__", function))
 
     def stand_in(what: str, receiver: Any, *_: Any, **__: Any) -> Any:
-        return unrecorded(receiver) if what in RECORDS else what in QUERIES or None
+        if what in RECORDS:
+            return unrecorded(receiver)
+        return what in QUERIES or None
 
-    before, function.__code__ = function.__code__, _code_without(site)
+    before = function.__code__
+    function.__code__ = _code_without(site)
     vars(module)[STAND_IN] = stand_in
     try:
         yield
@@ -129,12 +133,13 @@ def _functions(tree: ast.AST, around: str = "") -> Iterator[tuple[str, ast.Funct
 
 
 def _waits(function: ast.FunctionDef) -> Iterator[ast.Call | ast.Attribute]:
-    called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    called = {call.func for call in calls}
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in NAMES:
                 yield node
-        elif isinstance(node, ast.Attribute) and node.attr == "done" and id(node) not in called:
+        elif isinstance(node, ast.Attribute) and node.attr == "done" and node not in called:
             yield node  # CuPy's events have it as a property
 
 

@@ -179,7 +179,8 @@ class NcclCommunicator:
         assert self._comm.allgather(commId) == [commId] * ndev
         CURRENT.open()
         host = os.environ.get("NCCL_HOSTID")
-        gpus = self._comm.allgather((host, GPUS[CURRENT.ids[-1]]))
+        gpu = GPUS[CURRENT.ids[-1]]
+        gpus = self._comm.allgather((host, gpu))
         if len(set(gpus)) < ndev:
             raise NcclError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
         self._aborted = False
@@ -235,25 +236,36 @@ def asarray(array: Any, dtype: Any = None) -> ndarray:
     return np.asarray(array, dtype).view(ndarray)
 
 
+def empty(shape: Any, dtype: Any) -> ndarray:
+    numbers = np.full(shape, 77).astype(dtype)
+    return numbers.view(ndarray)
+
+
 def install(monkeypatch: Any, gpus: list[str]) -> Any:
     """Have this process import the stand-in as `cupy`, and see `gpus`."""
     cupy: Any = types.ModuleType("cupy")
-    cupy.ndarray, cupy.asarray = ndarray, asarray
+    cupy.ndarray = ndarray
+    cupy.asarray = asarray
     cupy.array = lambda array: np.array(array).view(ndarray)
-    cupy.empty = lambda shape, dtype: np.full(shape, 77).astype(dtype).view(ndarray)
+    cupy.empty = empty
     cuda: Any = types.ModuleType("cupy.cuda")
-    cuda.Device, cuda.Stream, cuda.get_current_stream = Device, Stream, current_stream
+    cuda.Device = Device
+    cuda.Stream = Stream
+    cuda.get_current_stream = current_stream
     cuda.runtime = types.SimpleNamespace(getDeviceCount=lambda: len(GPUS))
     nccl: Any = types.ModuleType("cupy.cuda.nccl")
-    nccl.available, nccl.get_version = True, lambda: 22705
+    nccl.available = True
+    nccl.get_version = lambda: 22705
     nccl.get_unique_id = lambda: tuple(range(128))
-    nccl.NcclCommunicator, nccl.NcclError = NcclCommunicator, NcclError
+    nccl.NcclCommunicator = NcclCommunicator
+    nccl.NcclError = NcclError
     nccl.groupStart = nccl.groupEnd = lambda: None
     for number, name in enumerate(NCCL_DTYPES):
         setattr(nccl, f"NCCL_{name.upper()}", number)
     nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN = range(4)
+    cupy.cuda = cuda
+    cuda.nccl = nccl
     cupyx: Any = types.ModuleType("cupyx")
-    cupy.cuda, cuda.nccl = cuda, nccl
     cupyx.empty_pinned = np.empty
     modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupyx": cupyx}
     for name, module in modules.items():

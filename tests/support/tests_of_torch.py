@@ -18,7 +18,8 @@ from unittest import SkipTest, mock
 import torch
 import torch.distributed as dist
 
-BACKEND, INIT_METHOD = "mpistrat", "mpi://"
+BACKEND = "mpistrat"
+INIT_METHOD = "mpi://"
 _INTERNAL = "torch.testing._internal"
 
 
@@ -69,9 +70,11 @@ class TestsOfTorch:
         Raises: what the test does; AssertionError if torch skips it.
         """
         test = self._tests(name)
-        test.rank, test.file_name = self._rank, str(folder / "file")
+        test.rank = self._rank
+        test.file_name = str(folder / "file")
         seconds = self._module.CUSTOM_PG_TIMEOUT.get(name, self._module.default_pg_timeout)
-        with _all_restored(), mock.patch.dict(os.environ, self._environment, TEMP_DIR=str(folder)):
+        environment = {**self._environment, "TEMP_DIR": str(folder)}
+        with _all_restored(), mock.patch.dict(os.environ, environment):
             os.environ["MASTER_ADDR"] = self._module.MASTER_ADDR
             self._module.Barrier.barrier_id = 0
             timeout = datetime.timedelta(seconds=seconds)

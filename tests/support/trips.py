@@ -21,12 +21,10 @@ from mpistrat.communicators.contract.agreement import SharedMemoryAgreement
 PACKAGE = f"{Path(mpistrat.__file__).parent}/"
 WAITING = f"{PACKAGE}liveness/waiting.py"
 LOOKS_AGAIN = SharedMemoryAgreement.wait_for.__code__  # a rank that does not find the others there
-NO_FILES = (
-    "arrays.py",
-    "reduce_op.py",
-    "nest.py",
-)  # their calls count, but a reader knows what they do
-WARM_UPS, TRIPS = 24, 25
+# Their calls count, but a reader knows what they do.
+NO_FILES = ("arrays.py", "reduce_op.py", "nest.py")
+WARM_UPS = 24
+TRIPS = 25
 
 
 class Figures(NamedTuple):
@@ -66,12 +64,14 @@ class Trip:
     @property
     def figures(self) -> Figures:
         files = [file for file, _ in self.calls if file not in NO_FILES]
-        visits = len([*itertools.groupby(files)])
-        return Figures(len(self.calls), len(set(files)), visits - len(set(files)))
+        visits = len(list(itertools.groupby(files)))
+        different = len(set(files))
+        return Figures(len(self.calls), different, visits - different)
 
     def check(self, most: Figures) -> None:
         over = [figure > limit for figure, limit in zip(self.figures, most, strict=True)]
-        way = " > ".join(f"{file}:{function}" for file, function in self.calls)
+        steps = [f"{file}:{function}" for file, function in self.calls]
+        way = " > ".join(steps)
         assert not any(over), f"{self.figures}, at most {most}: {way}"
 
 

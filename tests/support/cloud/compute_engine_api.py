@@ -52,7 +52,9 @@ class ComputeEngine:
 
     def _group(self, request: Request) -> dict[str, Any]:
         wanted = json.loads(request.body or b"{}").get("instanceState", "ALL")
-        names = [name for name in self.instances if wanted != "RUNNING" or name not in self.stopped]
+        names = list(self.instances)
+        if wanted == "RUNNING":
+            names = [name for name in names if name not in self.stopped]
         first = int(request.query.get("pageToken") or 0)
         shown = names[first : first + self.page]
         listed: dict[str, Any] = {"kind": "compute#instanceGroupsListInstances"}

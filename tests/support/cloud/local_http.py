@@ -30,9 +30,11 @@ def local_http(answer: Callable[[Request], Answer]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            query = {name: values[0] for name, values in parse_qs(url.query).items()}
+            parameters = parse_qs(url.query)
+            query = {name: values[0] for name, values in parameters.items()}
             length = int(self.headers.get("Content-Length") or 0)
-            response = answer(Request(url.path, query, dict(self.headers), self.rfile.read(length)))
+            sent = self.rfile.read(length)
+            response = answer(Request(url.path, query, dict(self.headers), sent))
             body = response.body.encode()
             self.send_response(response.status)
             for name, value in {**response.headers, "Content-Length": str(len(body))}.items():

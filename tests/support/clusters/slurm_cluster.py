@@ -53,7 +53,8 @@ class SlurmCluster:
         # UCX's addresses now and then make a line of more than the 1,024 characters that Slurm's PMI reads at a time,
         # and MPICH then fails to start. Those of libfabric are short.
         env = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", **env}
-        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+        python = Path(sys.executable).parent
+        env["PATH"] = f"{python}{os.pathsep}{env['PATH']}"
         # Inside an allocation there are slots enough, and this policy puts all ranks on its first node.
         env.pop("PRTE_MCA_rmaps_default_mapping_policy", None)
         return env
@@ -67,7 +68,8 @@ class SlurmCluster:
         cwd: Path | None = None,
     ) -> Job:
         """`srun arguments…`, to its end."""
-        command = ["srun", "--kill-on-bad-exit", *map(str, arguments)]
+        words = [str(argument) for argument in arguments]
+        command = ["srun", "--kill-on-bad-exit", *words]
         return run_job(command, self.environment(launcher, env), seconds, cwd)
 
     def sbatch(
@@ -82,7 +84,7 @@ class SlurmCluster:
         """Submit a script; its output goes to a file beside this Slurm's own."""
         output = self.folder / f"job-%j-{random.randrange(10**9)}.out"
         command = ["sbatch", "--parsable", f"--output={output}", *options]
-        command += [str(script), *map(str, arguments)]
+        command += [str(word) for word in (script, *arguments)]
         environment = self.environment(launcher, env)
         job = run_job(command, environment, 60.0, cwd)
         if job.returncode:
@@ -119,7 +121,9 @@ class BatchJob:
     @property
     def output(self) -> str:
         """What the job has written so far."""
-        return self.output_file.read_text(errors="replace") if self.output_file.exists() else ""
+        if not self.output_file.exists():
+            return ""
+        return self.output_file.read_text(errors="replace")
 
     def facts(self) -> dict[str, str]:
         """What scontrol says: JobState, ExitCode, Restarts, EndTime and so on."""
@@ -143,13 +147,14 @@ class BatchJob:
     def report(self) -> str:
         """All that is known of the job, for the message of a failure."""
         logs = sorted((self.slurm.folder / "log").glob("slurm*.log"))
-        tails = [f"{log.name}:\n" + "\n".join(_last_lines(log)) for log in logs]
-        facts = " ".join(f"{name}={value}" for name, value in self.facts().items())
-        return "\n".join([facts, f"output:\n{self.output}", *tails])
+        tails = [f"{log.name}:\n{_last_lines(log)}" for log in logs]
+        facts = [f"{name}={value}" for name, value in self.facts().items()]
+        return "\n".join([" ".join(facts), f"output:\n{self.output}", *tails])
 
 
-def _last_lines(log: Path, count: int = 8) -> list[str]:
-    return log.read_text(errors="replace").splitlines()[-count:]
+def _last_lines(log: Path, count: int = 8) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-count:])
 
 
 def _free_ports() -> int:

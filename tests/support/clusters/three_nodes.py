@@ -16,7 +16,8 @@ NUMBERS = (1, 2, 3)
 def three_nodes(folder: Path, rate: str) -> Iterator[Nodes]:
     """For the length of the block. `rate`: of the cable between nodes 1 and 2, as tc has it ("100mbit")."""
     name = f"mpistrat-{os.getpid()}"
-    ends, switch = [f"{name}-{number}" for number in NUMBERS], f"{name}-switch"
+    ends = [f"{name}-{number}" for number in NUMBERS]
+    switch = f"{name}-switch"
     try:
         for space in (*ends, switch):
             run("ip", "netns", "add", space)
@@ -30,7 +31,8 @@ def three_nodes(folder: Path, rate: str) -> Iterator[Nodes]:
             for device in (WIRE, "lo"):
                 run("ip", "-n", end, "link", "set", device, "up")
         _join(ends[0], CABLE, ends[1], CABLE)
-        for end, number, other in ((ends[0], 1, 2), (ends[1], 2, 1)):
+        for number, other in ((1, 2), (2, 1)):
+            end = ends[number - 1]
             run("ip", "-n", end, "link", "set", CABLE, "up")
             to = (f"{address(other)}/32", "dev", CABLE, "src", address(number))
             run("ip", "-n", end, "route", "add", *to)

@@ -51,7 +51,8 @@ def why_not() -> str:
 
 class Nodes:
     def __init__(self, folder: Path, name: str, number: int = 2) -> None:
-        self._folder, self._numbers = folder, range(1, number + 1)
+        self._folder = folder
+        self._numbers = range(1, number + 1)
         self.agent = folder / "as-ssh"
         self.agent.write_text(_AS_SSH.format(name=name))
         self.agent.chmod(0o755)
@@ -65,12 +66,13 @@ class Nodes:
         env: Mapping[str, str] = {},
     ) -> Job:
         """As `Launcher.run_python`; ranks are dealt out node by node."""
-        program = [sys.executable, *map(str, arguments)]
+        program = [str(word) for word in (sys.executable, *arguments)]
         ranks = len(self._numbers) * ranks_per_node
         if launcher.name == "MPICH":  # waits for ever for names of nodes that nobody can look up
             first = address(1)
             hosts = self._folder / "hosts"
-            hosts.write_text("".join(f"{address(n)}:{ranks_per_node}\n" for n in self._numbers))
+            lines = [f"{address(number)}:{ranks_per_node}\n" for number in self._numbers]
+            hosts.write_text("".join(lines))
             options = ["-launcher", "ssh", "-launcher-exec", str(self.agent), "-f", str(hosts)]
             # Else UCX finds shared memory between namespaces.
             settings = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": f"{WIRE},lo"}

@@ -32,7 +32,8 @@ class _Server:
     @classmethod
     def start(cls, modules: tuple[str, ...]) -> "_Server":
         ours, its = socket.socketpair()
-        command = [sys.executable, str(_SERVER), str(its.fileno()), *modules]
+        control = str(its.fileno())
+        command = [sys.executable, str(_SERVER), control, *modules]
         # Threads of BLAS and OpenMP would not live in a fork.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONUNBUFFERED"] = ""  # the ranks' streams are this process's

@@ -18,7 +18,9 @@ def main() -> int:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
     # The standard streams, and the pipe by which MPICH's ranks speak with their launcher.
-    files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
+    files = [0, 1, 2]
+    if "PMI_FD" in os.environ:
+        files.append(int(os.environ["PMI_FD"]))
     request = {
         "program": program,
         "environment": dict(os.environ),

@@ -23,7 +23,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-_PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
+_PR_SET_NAME = 15
+_PR_SET_PDEATHSIG = 1
 # A name of MPI's own daemons: the ranks' nearest ancestor of such a name tells which job they are of.
 _NAME_OF_A_DAEMON = b"hydra_pmi_proxy"
 # The slow part of importing torch_xla. torch_xla itself is each program's to import: it reads the environment then.
@@ -161,7 +162,8 @@ def _become(request: Request, files: list[int]) -> None:
         high = [os.dup(file) for file in high]
     for file, number in zip(high, wanted, strict=True):
         os.dup2(file, number)
-    os.closerange(max(wanted) + 1, max([*high, *files]) + 1)
+    highest = max([*high, *files])
+    os.closerange(max(wanted) + 1, highest + 1)
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.executable = os.environ.get("FORKED_PYTHON", sys.executable)  # of its own children
@@ -179,7 +181,8 @@ def _run(program: list[str]) -> None:
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+        file_name = os.path.abspath(program[0])
+        sys.path.insert(0, os.path.dirname(file_name))
         sys.argv = program
         with open(program[0], encoding="utf-8") as file:
             text = file.read()

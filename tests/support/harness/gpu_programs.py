@@ -18,7 +18,10 @@ from support.harness.stage import TOP
 # Python finds a sitecustomize there, which lets ranks that share a GPU use NCCL.
 SHARED_GPU = TOP / "tests/support/shared_gpu"
 SHOWN = 4000  # characters of what a program that fails has written to stderr
-NATIVE, SCRIPT, BENCHMARK = "NCCL", "program", "benchmark"  # kinds of programs
+# Kinds of programs.
+NATIVE = "NCCL"
+SCRIPT = "program"
+BENCHMARK = "benchmark"
 # How lines begin by which programs of tests/launch say what holds.
 _RESULTS = ("done ", "holds: ", "same ", "no wait ", "peak ", "all is well", LEFT_OUT)
 _STALL_SECONDS = 3
@@ -58,7 +61,9 @@ class Program:
 
     @property
     def result(self) -> str:
-        return f"skipped: {self.skipped}" if self.skipped else "FAILED" if self.code else "ok"
+        if self.skipped:
+            return f"skipped: {self.skipped}"
+        return "FAILED" if self.code else "ok"
 
     def run(self, launcher: Launcher, folder: Path, limit: float) -> None:
         """Run it for at most `limit` seconds, show what it writes as it comes, and say how it ended."""
@@ -66,18 +71,21 @@ class Program:
             self.skipped = f"needs {', '.join(missing)}"
             print(f"skipped {self.name} {self.ranks}: {self.skipped}", flush=True)
             return
-        print(f"        {self.name}, {self.ranks} ranks, at most {limit:.0f} s:", flush=True)
-        paths = [str(SHARED_GPU)] * self.shares_a_gpu + [str(TOP), os.environ["PYTHONPATH"]]
+        show_line(f"{self.name}, {self.ranks} ranks, at most {limit:.0f} s:")
+        paths = [str(TOP), os.environ["PYTHONPATH"]]
+        if self.shares_a_gpu:
+            paths.insert(0, str(SHARED_GPU))
         env = {"PYTHONPATH": os.pathsep.join(paths), "MPISTRAT_CACHE": "off", **self.env}
         command = launcher.command(self.ranks, [sys.executable, *self.words])
         started = time.monotonic()
         try:
             job = run_job(command, launcher.environment(env), limit, folder, on_line=show_line)
-            stdout, stderr = job.stdout, job.stderr
+            stdout = job.stdout
+            stderr = job.stderr
             as_expected = bool(job.returncode) == self.fails
         except subprocess.TimeoutExpired as late:
-            stdout, stderr = map(str, (late.stdout, late.stderr))
-            stderr += f"\nkilled after {limit:.0f} s\n"
+            stdout = str(late.stdout)
+            stderr = f"{late.stderr!s}\nkilled after {limit:.0f} s\n"
             as_expected = False
         self.took = time.monotonic() - started
         unsaid = [words for words in self.says if words not in stdout + stderr]
@@ -112,7 +120,8 @@ def native(device: str, gpus: int, launcher: Launcher, scratch: Path) -> Iterato
         scratch: a folder for what they save.
     """
     programs = TOP / "tests/launch/programs"
-    own_env, patience = {DEVICE_VARIABLE: device}, 1
+    own_env = {DEVICE_VARIABLE: device}
+    patience = 1
     if device == "sim":  # which the ranks share, too
         own_env |= {"SIMULATED_DEVICES": "1", "SIMULATED_UUIDS": "one machine's"}
         patience = _SLOWER_ON_THE_CPU
@@ -122,7 +131,8 @@ def native(device: str, gpus: int, launcher: Launcher, scratch: Path) -> Iterato
     ) -> Program:
         env = own_env | more.pop("env", {})
         shares = ranks > gpus or "MPIR_CVAR_NUM_CLIQUES" in env
-        more |= {"env": env, "shares_a_gpu": shares, "says": (says, *more.pop("also_says", ()))}
+        all_says = (says, *more.pop("also_says", ()))
+        more |= {"env": env, "shares_a_gpu": shares, "says": all_says}
         return Program(name, ranks, words, seconds * patience, NATIVE, **more)
 
     groups = str(programs / "native_groups.py")
@@ -136,12 +146,16 @@ def native(device: str, gpus: int, launcher: Launcher, scratch: Path) -> Iterato
         yield program("DDP and FSDP2", ranks, ddp, 15, "done calls")
         yield program("gradients", ranks, gradients, 30, "holds: skipped_backward")
     if launcher.name == "MPICH":  # which makes up nodes
-        by_node, cliques = str(programs / "gpus_on_two_nodes.py"), {"MPIR_CVAR_NUM_CLIQUES": "2"}
+        by_node = str(programs / "gpus_on_two_nodes.py")
+        cliques = {"MPIR_CVAR_NUM_CLIQUES": "2"}
         yield program("by node, 2 x 2", 4, [by_node], 18, "all is well", env=cliques)
     at_once = [str(programs / "groups_at_once.py"), "halves"]
     yield program("two strategies", 4, at_once, 12, "done halves")
     yield program(
-        *("a stalled device", 2, [groups, "stall"], 15),
+        "a stalled device",
+        2,
+        [groups, "stall"],
+        15,
         "all ranks have come to it, but it does not end",
         also_says=("wait in collective number 1: all_reduce(sum, float32 on a GPU, (6,)",),
         fails=True,
@@ -174,12 +188,14 @@ def benchmarks(ranks: int, gpus: int) -> Iterator[Program]:
 
     Where ranks share a GPU, each takes few turns: it shows that peers and mpistrat run, and no speed.
     """
-    bench, shares = ["-m", "mpistrat.tools.bench"], ranks > gpus
+    bench = ["-m", "mpistrat.tools.bench"]
+    shares = ranks > gpus
 
     def benchmark(name: str, words: Sequence[str], seconds: float, few: str) -> Program:
         file = f"{ranks}-ranks-{name}.json"
         json = file if words[0] == "-m" else f"{ranks}-ranks-"
-        words = [*words, *(few.split() if shares else ()), "--json", json]
+        turns = few.split() if shares else []
+        words = [*words, *turns, "--json", json]
         return Program(name, ranks, words, seconds, BENCHMARK, shares_a_gpu=shares, file=file)
 
     training = str(TOP / "benchmarks/gpu_training.py")

@@ -29,7 +29,8 @@ class HangWatch:
     """Watches one named piece of work at a time: `with watch.limit("test_x", 60): …`, which may be nested."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+        self.folder = folder
+        self.rank = rank
         self._stacks = (folder / f"stacks-rank{rank}.txt").open("w")
         # Tests run with stderr captured; this is the terminal.
         self._terminal = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")  # type: ignore[union-attr]
@@ -109,12 +110,15 @@ class HangWatch:
             why = f"a rank failed and others still worked {SECONDS_AFTER_A_FAILURE:g} s later"
         else:
             why = f"not finished after {work.seconds:g} s"
-        return f"\n\n{f' HUNG: {work.name}: {why} ':=^100}\n" + stacks_text(self.folder)
+        title = f" HUNG: {work.name}: {why} "
+        return f"\n\n{title:=^100}\n" + stacks_text(self.folder)
 
 
 class _Work:
     def __init__(self, watch: HangWatch, name: str, seconds: float) -> None:
-        self._watch, self.name, self.seconds = watch, name, seconds
+        self._watch = watch
+        self.name = name
+        self.seconds = seconds
         self.hurried = False
         self.deadline = float("inf")
 
@@ -138,7 +142,9 @@ class _Work:
 def stacks_text(folder: Path) -> str:
     """What each rank was doing, and with what error those that failed did."""
     parts = []
-    for path in sorted(folder.glob("stacks-rank*.txt"), key=lambda p: (len(p.name), p.name)):
+    files = sorted(folder.glob("stacks-rank*.txt"))
+    files.sort(key=lambda file: len(file.name))  # rank 10 after rank 9
+    for path in files:
         rank = path.stem.removeprefix("stacks-")
         parts.append(f"{f' {rank} ':-^100}\n")
         failure = folder / f"failed-{rank}.txt"
@@ -153,4 +159,5 @@ def _without_harness(stacks: str) -> str:
     harness = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen runpy>")
     threads = [text for text in stacks.split("\n\n") if "in _watch\n" not in text]
     lines = [line for text in threads for line in text.splitlines() if line.strip()]
-    return "".join(f"{line}\n" for line in lines if not any(part in line for part in harness))
+    ours = [line for line in lines if not any(part in line for part in harness)]
+    return "".join(f"{line}\n" for line in ours)

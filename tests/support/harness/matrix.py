@@ -48,8 +48,7 @@ def stages(mode: str) -> Iterator[Stage]:
     yield Stage("alone", pytest=[*launch, "-m", _both(choice, "not slurm and alone")])
     yield Stage("waits", pytest=[*launch, "-m", _both(rest, "waits"), *_FOUR])
     for ranks in (2, 3, 4):
-        mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
-        for mpi in mpis:
+        for mpi in _mpis(ranks, full=mode == "full"):
             arguments = ["tests/conformance", "-m", choice]
             yield Stage("conformance", pytest=arguments, mpi=mpi, ranks=ranks, forked=True)
     yield from _xla_with_mpi(2, choice, full=mode == "full")
@@ -58,7 +57,8 @@ def stages(mode: str) -> Iterator[Stage]:
 
 def _static() -> Iterator[Stage]:
     scripts = [*(f"scripts/{name}" for name in _SCRIPTS), "scripts/environment.sh", ".ci/run"]
-    scripts += sorted(str(path.relative_to(TOP)) for path in (TOP / "slurm").glob("*.sbatch"))
+    batch_scripts = sorted((TOP / "slurm").glob("*.sbatch"))
+    scripts += [str(path.relative_to(TOP)) for path in batch_scripts]
     yield Stage("types", ["mypy", *_of_numpy_2_2()], beside_others=True)
     yield Stage("format", ["ruff", "format", "--check", "."], beside_others=True)
     yield Stage("lint", ["ruff", "check", "."], beside_others=True)
@@ -99,8 +99,16 @@ def _mpi_files(ranks: int) -> list[str]:
 
 def _largest_size(file: Path) -> int:
     """The most ranks that a test in the file asks for."""
-    sizes = re.findall(r"min_size=(\d+)", file.read_text(encoding="utf-8"))
-    return max(map(int, sizes), default=1)
+    text = file.read_text(encoding="utf-8")
+    sizes = [int(size) for size in re.findall(r"min_size=(\d+)", text)]
+    return max(sizes, default=1)
+
+
+def _mpis(ranks: int, *, full: bool) -> tuple[str, ...]:
+    """Both, or the one whose turn it is with so many ranks."""
+    if full:
+        return MPI_NAMES
+    return (MPI_NAMES[ranks % len(MPI_NAMES)],)
 
 
 def _xla_alone(choice: str, *, full: bool) -> Iterator[Stage]:
@@ -115,7 +123,7 @@ def _xla_with_mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
     if XLA_PREFIX not in os.environ:
         return
     arguments = ["tests/tpu", "-m", _both(choice, "mpi")]
-    for mpi in MPI_NAMES if full else (MPI_NAMES[ranks % len(MPI_NAMES)],):
+    for mpi in _mpis(ranks, full=full):
         stage = Stage("xla", pytest=arguments, mpi=mpi, ranks=ranks, python=_xla_python())
         stage.beside_others = ranks == 1
         yield stage

@@ -71,7 +71,8 @@ class Launcher:
         return cls(name, Path(prefix))
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
-        return [str(self.prefix / "bin" / "mpiexec"), "-n", str(ranks), *program]
+        mpiexec = str(self.prefix / "bin" / "mpiexec")
+        return [mpiexec, "-n", str(ranks), *program]
 
     def environment(self, extra: Mapping[str, str] = {}) -> dict[str, str]:
         return {
@@ -110,8 +111,11 @@ class Launcher:
         What is still there `gone_within` seconds after the end is left behind.
         """
         with forks(imported) if forked else contextlib.nullcontext() as address:
-            words = place(address) if address else []
-            command = self.command(ranks, [sys.executable, *words, *map(str, arguments)])
+            program = [sys.executable]
+            if address:
+                program += place(address)
+            program += [str(argument) for argument in arguments]
+            command = self.command(ranks, program)
             return run_job(command, self.environment(env), seconds, cwd, gone_within)
 
 
@@ -172,11 +176,14 @@ def _run_job(
     except subprocess.TimeoutExpired as late:
         _kill(mark)
         stdout, stderr = process.communicate()
-        stdout = stdout if lines is None else lines.text()
+        if lines is not None:
+            stdout = lines.text()
         raise subprocess.TimeoutExpired(command, seconds, stdout, stderr) from late
     finally:
         _kill(mark)
-    return Job(process.returncode, stdout if lines is None else lines.text(), stderr, took, left)
+    if lines is not None:
+        stdout = lines.text()
+    return Job(process.returncode, stdout, stderr, took, left)
 
 
 class _Lines(threading.Thread):
@@ -185,7 +192,8 @@ class _Lines(threading.Thread):
     def __init__(self, on_line: Callable[[str], object]) -> None:
         super().__init__(daemon=True)
         self._read_end, self.write_end = os.pipe()
-        self._on_line, self._lines = on_line, list[str]()
+        self._on_line = on_line
+        self._lines: list[str] = []
 
     def start(self) -> None:
         """To be called when a process has its copy of `write_end`."""

@@ -23,7 +23,8 @@ class Stopwatch:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        self._began, self._began_cpu = time.monotonic(), _cpu_seconds()
+        self._began = time.monotonic()
+        self._began_cpu = _cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -31,7 +32,8 @@ class Stopwatch:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "teardown":
-            seconds, cpu = time.monotonic() - self._began, _cpu_seconds() - self._began_cpu
+            seconds = time.monotonic() - self._began
+            cpu = _cpu_seconds() - self._began_cpu
             mark = item.get_closest_marker("long")
             report.user_properties += [
                 ("seconds", round(seconds, 3)),

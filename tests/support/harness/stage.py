@@ -54,7 +54,8 @@ class Stage:
 
     @property
     def title(self) -> str:
-        return " ".join(str(part) for part in (self.name, self.mpi, self.ranks) if part)
+        parts = (self.name, self.mpi, self.ranks)
+        return " ".join(str(part) for part in parts if part)
 
     def run(self) -> None:
         started = time.monotonic()
@@ -107,8 +108,9 @@ class Stage:
             if not any(results.of[test].outcome == "started" for test in new):
                 break  # it got to its end, and pytest has shown what failed
             for test in new:
-                if results.of[test].outcome == "failed":
-                    self.output += f"\n{f' {test} ':_^100}\n{results.of[test].text}\n"
+                result = results.of[test]
+                if result.outcome == "failed":
+                    self.output += f"\n{f' {test} ':_^100}\n{result.text}\n"
         failed = results.tests("failed", "started")
         if 0 < len(failed) <= RUN_AGAIN and self._seconds_left() > 0:
             output = Path(tempfile.mkdtemp(dir=folder))
@@ -116,9 +118,11 @@ class Stage:
             code, text = self._launch([*command, f"--run-again={lines}"], env)
             self.output += text + _stacks_not_printed(output)
             results = Results.read(lines)
-            self.unsteady = tuple(test for test in failed if results.of[test].outcome == "passed")
+            passed = results.tests("passed")
+            self.unsteady = tuple(test for test in failed if test in passed)
         self.results = results.of
-        self.passed, self.skipped = results.count("passed"), results.count("skipped")
+        self.passed = results.count("passed")
+        self.skipped = results.count("skipped")
         self.failed = results.count("failed", "started")
         if code not in (0, NO_TESTS_COLLECTED) and not self.failed:
             self.failed = 1  # it died between tests
@@ -132,8 +136,8 @@ class Stage:
         try:
             job = run_job(command, env, seconds, TOP, SECONDS_TO_BE_GONE, self.on_line)
         except subprocess.TimeoutExpired as late:
-            texts = [text or "" for text in (late.stdout, late.stderr)]
-            return 1, "".join(map(str, texts)) + f"\nkilled after {seconds:.0f} s\n"
+            texts = [str(text or "") for text in (late.stdout, late.stderr)]
+            return 1, "".join(texts) + f"\nkilled after {seconds:.0f} s\n"
         behind = [f"left running: {process}\n" for process in job.left_behind]
         # Open MPI's version string, which pytest-mpi prints, ends with a NUL.
         text = job.output.replace("\0", "") + "".join(behind)

@@ -17,7 +17,8 @@ _RANKS_UNDER_BOTH = (2,)  # the smallest sum
 
 def mpi_in_turn(name: str, ranks: int = 0) -> str:
     """The MPI of the test, or file of tests, `name`. With an odd number of ranks it is the other MPI."""
-    return MPI_NAMES[(zlib.crc32(name.encode()) + ranks) % len(MPI_NAMES)]
+    turn = zlib.crc32(name.encode()) + ranks
+    return MPI_NAMES[turn % len(MPI_NAMES)]
 
 
 def under_both(test: str, ranks: int) -> bool:
@@ -50,5 +51,7 @@ def _has_its_turn(item: pytest.Item) -> bool:
                 f"{item.nodeid}: both_mpis{mark.args}, expected one of {REASONS}"
             )
         return True
-    own, other = item.nodeid, twin(item.nodeid)
-    return MPI_NAMES[own > other] == mpi_in_turn("".join(sorted((own, other))))
+    own = item.nodeid
+    other = twin(own)
+    of_both = "".join(sorted((own, other)))
+    return MPI_NAMES[own > other] == mpi_in_turn(of_both)

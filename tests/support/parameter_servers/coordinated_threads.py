@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import queue
 import threading
@@ -17,17 +18,20 @@ from mpistrat.parameter_server.coordinator.worker import Worker
 
 _DEATH = "death"
 
+Handler = Callable[[int, Any], None]
+
 
 class ThreadsRpc:
     """As `RpcEndpoint`, between threads. Notices are pickled."""
 
     def __init__(self, rank: int, job: dict[int, ThreadsRpc]) -> None:
-        self.rank, self.job = rank, job
+        self.rank = rank
+        self.job = job
         self.channel = SimpleNamespace(
             lost=set(), wake=lambda: self.inbox.put(None), unsent=lambda to: []
         )
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.handlers: dict[str, Callable[[int, Any], None]] = {}
+        self.handlers: dict[str, Handler] = {}
         self.when_lost: list[Callable[[int], None]] = []
         self.dead = False
         self.notices: list[str] = []  # kinds of notices
@@ -36,7 +40,7 @@ class ThreadsRpc:
     def name_of(self, rank: int) -> str:
         return f"worker {rank - 1} (rank {rank})" if rank else "chief 0 (rank 0)"
 
-    def handle(self, kind: str, handler: Callable[[int, Any], None]) -> None:
+    def handle(self, kind: str, handler: Handler) -> None:
         self.handlers[kind] = handler
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
@@ -45,15 +49,20 @@ class ThreadsRpc:
     def notify(self, to: int, kind: str, body: Any = None) -> None:
         if not self.dead:
             self.notices.append(kind)
-            self.job[to].inbox.put((self.rank, kind, pickle.dumps(body)))
+            message = (self.rank, kind, pickle.dumps(body))
+            self.job[to].inbox.put(message)
 
     def run_until(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
-        end = None if seconds is None else time.monotonic() + seconds
+        end = math.inf
+        timeout = 0.01
+        if seconds is not None:
+            end = time.monotonic() + seconds
+            timeout = seconds
         while not until():
-            if end is not None and time.monotonic() >= end:
+            if time.monotonic() >= end:
                 return False
             try:
-                message = self.inbox.get(timeout=0.01 if seconds is None else seconds)
+                message = self.inbox.get(timeout=timeout)
             except queue.Empty:  # or another thread has read what this one waits for
                 continue
             if message is None or self.dead:
@@ -75,7 +84,10 @@ class Things:
         self.by_name: dict[str, Any] = {}
 
     def reference_of(self, value: Any) -> str | None:
-        return next((name for name, known in self.by_name.items() if known is value), None)
+        for name, known in self.by_name.items():
+            if known is value:
+                return name
+        return None
 
     def resolve(self, key: str) -> Any:
         return self.by_name[key]

@@ -38,18 +38,22 @@ def train(body: Callable[[Any, int], None], **options: Any) -> None:
 
 def net(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    hidden = torch.nn.Linear(6, 5)
+    output = torch.nn.Linear(5, 3)
+    return torch.nn.Sequential(hidden, torch.nn.Tanh(), output)
 
 
 def batch(worker: int, step: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(10 * step + worker).normal(size=(4, 6))).float()
+    numbers = np.random.default_rng(10 * step + worker)
+    return torch.from_numpy(numbers.normal(size=(4, 6))).float()
 
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) ** 2).sum()
 
 
-MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+Maker = Callable[[Any], torch.optim.Optimizer]
+MAKERS: dict[str, Maker] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
 }

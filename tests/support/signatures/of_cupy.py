@@ -45,8 +45,10 @@ def names() -> dict[str, bool]:
         for node in ast.parse(NCCL.read_text(encoding="utf-8")).body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    constants = [f"cupy.cuda.nccl.NCCL_{x.upper()}" for x in (*tables["DTYPES"], *tables["OPS"])]
+    endings = (*tables["DTYPES"], *tables["OPS"])
+    constants = [f"cupy.cuda.nccl.NCCL_{ending.upper()}" for ending in endings]
     found = dict.fromkeys(constants, False)
     for _, use in uses():
-        found[use.name] = found.get(use.name, False) or use.call is not None
+        is_called = found.get(use.name, False)
+        found[use.name] = is_called or use.call is not None
     return dict(sorted(found.items()))

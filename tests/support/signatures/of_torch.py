@@ -47,7 +47,7 @@ Signatures = list[inspect.Signature]
 def uses() -> Iterator[tuple[str, Use]]:
     """Those of a class that the `.pyi` describes, by the name that it has there, with the place of each."""
     for place, use in uses_in(LIBRARY, PACKAGE):
-        module = next(filter(use.name.startswith, MODULES), "")
+        module = _module_of(use.name)
         name = use.name.removeprefix(module)
         outer = name.partition(".")[0]
         if outer == "Backend" and module != MODULES[0]:
@@ -57,12 +57,21 @@ def uses() -> Iterator[tuple[str, Use]]:
     yield from _collectives()
 
 
+def _module_of(name: str) -> str:
+    """The first of `MODULES` that `name` begins with; "" if none."""
+    for module in MODULES:
+        if name.startswith(module):
+            return module
+    return ""
+
+
 def _collectives() -> Iterator[tuple[str, Use]]:
     """Of the table of collectives: the method of torch's own groups, with the operands and the options."""
     for name, collective in vars(process_group).items():
         if isinstance(collective, process_group.Collective):
-            count = len(inspect.signature(collective.make).parameters) - len(collective.fields)
-            arguments = ", ".join(["operand"] * (count - 1) + ["opts"])  # `make` takes `self`, too
+            parameters = inspect.signature(collective.make).parameters
+            operands = len(parameters) - len(collective.fields) - 1  # `make` takes `self`, too
+            arguments = ", ".join(["operand"] * operands + ["opts"])
             call = ast.parse(f"group.{collective.native}({arguments})", mode="eval").body
             assert isinstance(call, ast.Call)
             yield name, Use(f"NativeGroup.{collective.native}", call, 0)
@@ -116,12 +125,12 @@ def _read_stub() -> dict[str, dict[str, Signatures]]:
                     members[attribute] = []
                 case ast.Assign(targets=[ast.Name(attribute)]):
                     members[attribute] = []
-        inherited = [
-            stub[base]
-            for base in map(ast.unparse, node.bases)
-            if base in stub and base != "Backend"
-        ]
-        stub[name] = {key: value for each in [*inherited, members] for key, value in each.items()}
+        everything: dict[str, Signatures] = {}
+        for base in node.bases:
+            base_name = ast.unparse(base)
+            if base_name != "Backend":
+                everything.update(stub.get(base_name, {}))
+        stub[name] = everything | members
     return stub
 
 

@@ -28,7 +28,9 @@ def of_stub(function: ast.FunctionDef) -> inspect.Signature:
 def _signature(parameters: str) -> inspect.Signature:
     found: list[inspect.Parameter] = []
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for parameter in filter(None, _split(parameters)):
+    for parameter in _split(parameters):
+        if not parameter:
+            continue
         if parameter == "/":
             found = [each.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for each in found]
         elif parameter == "*":
@@ -40,9 +42,8 @@ def _signature(parameters: str) -> inspect.Signature:
             kind = inspect.Parameter.KEYWORD_ONLY
         else:
             declared, has_default, _ = parameter.partition("=")
-            name = declared.partition(":")[0].split()[
-                -1
-            ]  # before it, a type of C's; after it, one of Python's
+            # Before the name there is a type of C's, or after it one of Python's.
+            name = declared.partition(":")[0].split()[-1]
             default = ... if has_default else inspect.Parameter.empty
             found.append(inspect.Parameter(name, kind, default=default))
     return inspect.Signature(found)
@@ -50,7 +51,8 @@ def _signature(parameters: str) -> inspect.Signature:
 
 def _inside(text: str) -> str:
     """What the parentheses hold with which `text` begins."""
-    return text[1 : next(at for at, depth in _depths(text) if at and not depth)]
+    ends = [at for at, depth in _depths(text) if at and not depth]
+    return text[1 : ends[0]]
 
 
 def _split(text: str) -> Iterator[str]:
@@ -66,5 +68,8 @@ def _depths(text: str) -> Iterator[tuple[int, int]]:
     """How many brackets are open after each character."""
     depth = 0
     for at, character in enumerate(text):
-        depth += (character in PAIRS) - (character in PAIRS.values() and text[at - 1] != "-")
+        if character in PAIRS:
+            depth += 1
+        elif character in PAIRS.values() and text[at - 1] != "-":  # the end of an arrow is none
+            depth -= 1
         yield at, depth

@@ -37,14 +37,16 @@ class Links:
         if self._rank:
             self.send(mine, 0)
             return [self.receive(0) for _ in range(len(self._sockets) + 1)]
-        everyone = [mine, *(self.receive(other) for other in sorted(self._sockets))]
+        others = [self.receive(other) for other in sorted(self._sockets)]
+        everyone = [mine, *others]
         for other in self._sockets:
             for data in everyone:
                 self.send(data, other)
         return everyone
 
     def send(self, data: bytes, to: int) -> None:
-        self._sockets[to].sendall(len(data).to_bytes(8, "big") + data)
+        size = len(data).to_bytes(8, "big")
+        self._sockets[to].sendall(size + data)
 
     def receive(self, source: int) -> bytes:
         link = self._sockets[source]

@@ -71,12 +71,15 @@ class Event(torch.Event):
 def _device(device: Any) -> torch.device:
     if device is None:
         return torch.device(KIND, torch.accelerator.current_device_index())
-    device = torch.device(KIND, device) if isinstance(device, int) else torch.device(device)
+    if isinstance(device, int):
+        return torch.device(KIND, device)
+    device = torch.device(device)
     return _device(None) if device.index is None else device
 
 
 def _torch_cuda_names() -> dict[str, Any]:
-    ops, accelerator = torch.ops.simulated, torch.accelerator
+    ops = torch.ops.simulated
+    accelerator = torch.accelerator
 
     def every_device() -> range:
         return range(device_count())
@@ -92,9 +95,8 @@ def _torch_cuda_names() -> dict[str, Any]:
     def stream(stream: torch.Stream | None) -> Iterator[None]:
         with stream or contextlib.nullcontext():
             yield
-        if (
-            stream is not None
-        ):  # torch.cuda.stream has CUDA make the device current again that was so before
+        # torch.cuda.stream has CUDA make the device current again that was so before.
+        if stream is not None:
             ops.open_context(accelerator.current_device_index())
 
     def get_device_properties(device: Any = None) -> types.SimpleNamespace:

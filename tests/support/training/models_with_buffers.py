@@ -23,8 +23,10 @@ class Net(torch.nn.Module):
         self.last = torch.nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.norm(self.first(x))) + self.pos
-        output: torch.Tensor = self.last(self.again(self.tied(self.second(hidden))))
+        first = self.norm(self.first(x))
+        hidden = torch.relu(first) + self.pos
+        second = self.tied(self.second(hidden))
+        output: torch.Tensor = self.last(self.again(second))
         return output
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-FEATURES, OUTPUTS, HIDDEN = 6, 3, 24
+FEATURES = 6
+OUTPUTS = 3
+HIDDEN = 24
 EXAMPLES = 12  # of a batch: 1, 2, 3 and 4 ranks have equally many
 MOST = 0.5  # of the norm of a gradient: it is clipped
 
@@ -61,7 +63,10 @@ def trained_alone(
     """The state that one process has after so many steps, and the losses."""
     module = make()
     optimizer = adamw(module)
-    losses = [float(clipped_step(module, optimizer, *batch)) for batch in batches(steps)]
+    losses = []
+    for x, y in batches(steps):
+        loss = clipped_step(module, optimizer, x, y)
+        losses.append(float(loss))
     return whole_state(module), losses
 
 

@@ -22,5 +22,6 @@ def strategy(request: pytest.FixtureRequest) -> ms.Strategy:
         return ms.MultiWorkerMirroredStrategy(communication_options=one_by_one, gradients="sum")
     if request.param == "shared":
         return ms.MultiWorkerMirroredStrategy(gradients="sum", shared_parameters=True)
-    devices = [f"cpu:{i}" for i in range(int(request.param[1:]))]
+    count = int(request.param[1:])
+    devices = [f"cpu:{number}" for number in range(count)]
     return ms.MultiWorkerMirroredStrategy(devices=devices, gradients="sum")

@@ -46,7 +46,9 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def small_net() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    hidden = torch.nn.Linear(FEATURES, 5)
+    output = torch.nn.Linear(5, 2)
+    return torch.nn.Sequential(hidden, torch.nn.Tanh(), output)
 
 
 def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -81,7 +83,11 @@ class Pair:
     def step(self, step: Step) -> None:
         """`step(model, optimizer, x, y)` on each replica with its examples, and alone with all."""
         x, y = next(self.batches)
-        self.strategy.run(lambda: step(self.model, self.optimizer, own(x), own(y)))
+
+        def of_a_replica() -> Any:
+            return step(self.model, self.optimizer, own(x), own(y))
+
+        self.strategy.run(of_a_replica)
         step(self.alone, self.optimizer_alone, x, y)
 
     def check(self) -> None:

@@ -30,7 +30,9 @@ def normalized() -> torch.nn.Module:
 
 
 def plain() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    hidden = torch.nn.Linear(4, 8)
+    output = torch.nn.Linear(8, 3)
+    return torch.nn.Sequential(hidden, torch.nn.Tanh(), output)
 
 
 class Training:
