@@ -8,7 +8,6 @@ checkpoints but the first, go into memory that has been written before.
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +24,17 @@ from mpistrat.tools.bench.training import work_of
 MODELS = ("linear", "mlp", "mlp-large", "resnet50", "transformer")
 
 
+def built(model: str) -> torch.nn.Module:
+    if model == "linear":
+        return Linear(10, 10)
+    return work_of(model, None).model.build()
+
+
 def pauses(model: str, directory: Path, rounds: int) -> dict[str, Any]:
     communicator = all_ranks()
     strategy = ms.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        build = work_of(model, None).model.build if model != "linear" else lambda: Linear(10, 10)
-        module = build()
+        module = built(model)
         optimizer = torch.optim.Adam(module.parameters())
         checkpoint = ms.checkpoint.Checkpoint(module=module, optimizer=optimizer)
     for parameter in module.parameters():
@@ -46,13 +50,16 @@ def pauses(model: str, directory: Path, rounds: int) -> dict[str, Any]:
             if communicator.rank == 0:
                 copy.copy_(array.detach())
 
+    def save() -> object:
+        return manager.save(wait=False)
+
     def milliseconds(call: Callable[[], object]) -> float:
         return seconds_of(communicator, call) * 1e3
 
     turns = {
-        "copy": functools.partial(milliseconds, copy_on_rank_0),
-        "pause": functools.partial(milliseconds, lambda: manager.save(wait=False)),
-        "write": functools.partial(milliseconds, manager.wait),
+        "copy": lambda: milliseconds(copy_on_rank_0),
+        "pause": lambda: milliseconds(save),
+        "write": lambda: milliseconds(manager.wait),
     }
     first = take_turns(turns, 1)  # takes its memory
     samples = take_turns(turns, rounds)
@@ -77,7 +84,8 @@ def main() -> None:
     communicator = all_ranks()
     with tempfile.TemporaryDirectory(prefix="mpistrat-checkpoints-") as own:
         top = Path(communicator.broadcast_object(own))
-        rows = [pauses(model, top / model, arguments.rounds) for model in arguments.models]
+        rounds = arguments.rounds
+        rows = [pauses(model, top / model, rounds) for model in arguments.models]
         communicator.barrier()
     report("asynchronous checkpoints", rows, arguments.json("checkpoints"))
 

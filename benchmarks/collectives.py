@@ -28,7 +28,8 @@ def main() -> None:
     if all_ranks().rank == 0:
         for least, text in ((1 << 16, "64 KB"), (1 << 20, "1 MB")):
             large = [row for row in rows if row["bytes"] >= least]
-            for name in (name for name in large[0] if " / " in name or name == "in place"):
+            names = [name for name in large[0] if " / " in name or name == "in place"]
+            for name in names:
                 ratios = [row[name] for row in large]
                 mean = statistics.geometric_mean(ratios)
                 print(

@@ -24,9 +24,12 @@ from program import program, report
 
 import mpistrat as ms
 
-OURS, THEIRS = "mpistrat", "torch"
+OURS = "mpistrat"
+THEIRS = "torch"
 ROUNDS = 5
-BATCH, FEATURES, CLASSES = 64, 128, 10
+BATCH = 64
+FEATURES = 128
+CLASSES = 10
 
 
 def contestant(name: str) -> None:
@@ -41,7 +44,8 @@ def contestant(name: str) -> None:
             torch.nn.Linear(FEATURES, CLASSES),
         )
     optimizer = torch.optim.AdamW(model.parameters())
-    x, y = torch.randn(BATCH, FEATURES), torch.randint(CLASSES, (BATCH,))
+    x = torch.randn(BATCH, FEATURES)
+    y = torch.randint(CLASSES, (BATCH,))
 
     @torch.compile
     def step() -> torch.Tensor:
@@ -79,27 +83,31 @@ def run(name: str, ranks: int) -> dict[str, Any]:
             text=True,
             check=True,
         )
-    found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :].splitlines()[0])
+    result = done.stdout[done.stdout.index("{") :]
+    found: dict[str, Any] = json.loads(result.splitlines()[0])
     # W1125 04:26:20.973000 … as torch logs, or as Python warns.
     warnings = re.findall(r"^W\d{4} |Warning: ", done.stderr, re.MULTILINE)
     return {**found, "warnings": len(warnings) / ranks}
 
 
 def rows(ranks: int, num_rounds: int) -> list[dict[str, Any]]:
-    rounds = [{name: run(name, ranks) for name in (OURS, THEIRS)} for _ in range(num_rounds)]
-    seconds = {name: [taken[name]["s"] for taken in rounds] for name in (OURS, THEIRS)}
+    names = (OURS, THEIRS)
+    rounds = [{name: run(name, ranks) for name in names} for _ in range(num_rounds)]
+    seconds = {name: [taken[name]["s"] for taken in rounds] for name in names}
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    return [
-        {
+    found = []
+    for name in names:
+        last = rounds[-1][name]
+        row = {
             "first step": name,
             "s": medians[name],
             "mpistrat / this": medians[OURS] / medians[name],
-            **{key: rounds[-1][name][key] for key in ("graphs", "breaks", "warnings", "loss")},
-            "wrong": ranks == 1 and rounds[-1][OURS]["loss"] != rounds[-1][name]["loss"],
+            **{key: last[key] for key in ("graphs", "breaks", "warnings", "loss")},
+            "wrong": ranks == 1 and rounds[-1][OURS]["loss"] != last["loss"],
             "samples": seconds[name],
         }
-        for name in (OURS, THEIRS)
-    ]
+        found.append(row)
+    return found
 
 
 def main() -> None:

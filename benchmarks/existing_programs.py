@@ -38,9 +38,11 @@ ROUNDS = 5
 SECONDS = 300.0  # for a turn
 UNTIMED = 3  # the first steps of a process
 
-OURS, SHARED = "mpistrat", "shared_parameters=True"
+OURS = "mpistrat"
+SHARED = "shared_parameters=True"
 LOCAL = "local batch norm"  # which is what DistributedDataParallel has
-DDP, BOUND = "DDP on gloo", "bound"
+DDP = "DDP on gloo"
+BOUND = "bound"
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def texts(name: str) -> dict[str, str]:
         for path in (name, f"ddp/{name}")
     )
     strategy = "MultiWorkerMirroredStrategy("
-    found = {DDP: theirs, OURS: ours, SHARED: ours.replace(strategy, f"{strategy}{SHARED}, ")}
+    shared = ours.replace(strategy, f"{strategy}{SHARED}, ")
+    found = {DDP: theirs, OURS: ours, SHARED: shared}
     if "ms.convert_sync_batchnorm" in ours:
         found[LOCAL] = ours.replace("ms.convert_sync_batchnorm", "lambda net: net")
     return {**found, BOUND: original}
@@ -130,20 +133,26 @@ def seconds_per_step(name: str, size: str, contestant: str, text: str, ranks: in
     """A step of new processes, on the slowest rank: the lower quartile, as others use the machine, too."""
     work = WORKS[name]
     batch, more = work.sizes[size]
-    batch //= ranks if contestant == BOUND else 1
+    if contestant == BOUND:
+        batch //= ranks
     with tempfile.TemporaryDirectory() as top:
-        file, folder = Path(top, f"{name}.py"), Path(top, "times")
+        file = Path(top, f"{name}.py")
+        folder = Path(top, "times")
         file.write_text(text, encoding="utf-8")
         folder.mkdir()
-        command = [sys.executable, str(STEP_TIMES), str(folder), str(work.backwards), str(file)]
+        command = [sys.executable, str(STEP_TIMES), str(folder)]
+        command += [str(work.backwards), str(file)]
         command += [f"{work.batch}={batch}", *more.split()]
         run(contestant, command, ranks, Path(top))
         times = [json.loads(path.read_text(encoding="utf-8")) for path in folder.iterdir()]
-    return max(statistics.quantiles(steps[UNTIMED:], n=4)[0] for steps in times)
+    quartiles = [statistics.quantiles(steps[UNTIMED:], n=4) for steps in times]
+    return max(lower for lower, *_ in quartiles)
 
 
 def run(contestant: str, command: Sequence[str], ranks: int, top: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = {}
+    commands = [["mpiexec", "-n", str(ranks), *command]]
     if contestant in (DDP, BOUND):
         launcher = {
             "WORLD_SIZE": str(ranks),
@@ -151,8 +160,6 @@ def run(contestant: str, command: Sequence[str], ranks: int, top: Path) -> None:
             "MASTER_PORT": free_port(),
         }
         commands = [list(command)] * ranks
-    else:
-        launcher, commands = {}, [["mpiexec", "-n", str(ranks), *command]]
     processes = []
     for rank, words in enumerate(commands):
         folder = top / (str(rank) if contestant == BOUND else "all")  # for what programs save
@@ -175,7 +182,9 @@ def run(contestant: str, command: Sequence[str], ranks: int, top: Path) -> None:
         for process in processes:
             process.kill()
     if any(codes):
-        logs = "".join(path.read_text(encoding="utf-8") for path in sorted(top.glob("*.log")))
+        logs = ""
+        for path in sorted(top.glob("*.log")):
+            logs += path.read_text(encoding="utf-8")
         raise RuntimeError(f"{contestant}: {command} ended with exit codes {codes}:\n{logs}")
 
 

@@ -28,7 +28,9 @@ def mlp() -> torch.nn.Module:
     """Many small kernels: what costs time is starting them, so what mpistrat does in Python shows most."""
     layers: list[torch.nn.Module] = []
     for _ in range(24):
-        layers += [torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512), torch.nn.ReLU()]
+        layers.append(torch.nn.Linear(512, 512))
+        layers.append(torch.nn.BatchNorm1d(512))
+        layers.append(torch.nn.ReLU())
     return torch.nn.Sequential(*layers, torch.nn.Linear(512, 10))
 
 

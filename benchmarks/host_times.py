@@ -94,7 +94,8 @@ class _Repeated(Dataset[Tensors]):
     """The examples of one batch, as often as `batches` batches need them."""
 
     def __init__(self, examples: Tensors, batches: int) -> None:
-        self._examples, self._batches = examples, batches
+        self._examples = examples
+        self._batches = batches
 
     def __len__(self) -> int:
         return len(self._examples[0]) * self._batches
@@ -112,41 +113,41 @@ def host_ms(
     Args: wait: returns when the device has nothing to do.
     """
     # mpistrat first: a strategy replaces functions of torch, in whose place plain PyTorch then is measured, too.
+    batches = STEPS_OF_TRIALS + steps * num_rounds
     return {
-        who: _measure(
-            contestant(work, STEPS_OF_TRIALS + steps * num_rounds), steps, num_rounds, wait
-        )
-        for who, contestant in (("mpistrat", _ours), ("plain PyTorch", _plain))
+        "mpistrat": _measure(_ours(work, batches), steps, num_rounds, wait),
+        "plain PyTorch": _measure(_plain(work, batches), steps, num_rounds, wait),
     }
 
 
-# The batches, the module, the optimizer, and what runs a step.
-Contestant = tuple[Iterator[Tensors], torch.nn.Module, torch.optim.Optimizer, Callable[..., Any]]
+Run = Callable[..., Any]  # what runs a step
+Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
+Contestant = tuple[Iterator[Tensors], Trained, Run]
 
 
 def _plain(work: Work, batches: int) -> Contestant:
-    module, optimizer = work.build()
+    trained = work.build()
     examples = work.model.synthetic_batch(work.examples, seed=0)
     loader = DataLoader(_Repeated(examples, batches), work.examples)
     on_device = (tuple(part.to(work.device) for part in batch) for batch in loader)
-    return on_device, module, optimizer, lambda step, batch: step(batch)
+    return on_device, trained, lambda step, batch: step(batch)
 
 
 def _ours(work: Work, batches: int) -> Contestant:
     strategy = MultiWorkerMirroredStrategy(devices=[work.device], gradients="mean")
     with strategy.scope():
-        module, optimizer = work.build()
+        trained = work.build()
     of_all_ranks = work.examples * all_ranks().size
     examples = work.model.synthetic_batch(of_all_ranks, seed=0)
     loader = DataLoader(_Repeated(examples, batches), of_all_ranks)
     dataset = strategy.experimental_distribute_dataset(loader)
-    return iter(dataset), module, optimizer, lambda step, batch: strategy.run(step, args=(batch,))
+    return iter(dataset), trained, lambda step, batch: strategy.run(step, args=(batch,))
 
 
 def _measure(
     contestant: Contestant, steps: int, num_rounds: int, wait: Callable[[], None]
 ) -> dict[str, float]:
-    batches, module, optimizer, run = contestant
+    batches, (module, optimizer), run = contestant
     times = HostTimes()
     # A strategy of one replica leaves it as it is.
     is_torchs = torch.autograd.backward is hooks.original_backward
@@ -183,6 +184,7 @@ def _measure(
             times.seconds = dict.fromkeys(PARTS, 0.0)
             whole = sum(host_seconds() for _ in range(steps))
             seconds = {"host ms": whole, **times.seconds}
-            rounds.append({name: 1000 * value / steps for name, value in seconds.items()})
+            per_step = {name: 1000 * value / steps for name, value in seconds.items()}
+            rounds.append(per_step)
     rounds.sort(key=lambda row: row["host ms"])
     return rounds[len(rounds) // 2]

@@ -107,10 +107,8 @@ def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
             }
         )
 
-    for elements, repeat in (
-        *((2, 2000), (64, 2000), (1 << 10, 2000), (1 << 12, 500)),
-        *((1 << 18, 50), (1 << 22, 10)),
-    ):
+    repeats = {2: 2000, 64: 2000, 1024: 2000, 4096: 500, 1 << 18: 50, 1 << 22: 10}
+    for elements, repeat in repeats.items():
         strategy.run(measure, (elements, repeat))
     return rows
 
@@ -153,7 +151,8 @@ def structures(num_rounds: int) -> list[dict[str, Any]]:
 
 def small_parameters(num_rounds: int) -> list[dict[str, Any]]:
     """A training step of 200 parameters of 8 or 64 elements, beside that of one process alone."""
-    model = Model(lambda: mlp(8, TENSORS // 2 - 1), (8,), 10, examples_per_rank=1)
+    layers = TENSORS // 2 - 1
+    model = Model(lambda: mlp(8, layers), (8,), 10, examples_per_rank=1)
     contestants, _ = training_contestants(Work(model, 1, MPI.COMM_WORLD.rank))
     # FSDP2 takes a hundred times as long.
     contestants = {name: step for name, step in contestants.items() if "FSDP2" not in name}
@@ -176,8 +175,9 @@ def agreement(num_rounds: int) -> list[dict[str, Any]]:
     send = np.ones((), np.float32)
     receive = np.empty_like(send)
     folder = tempfile.TemporaryDirectory()
-    timeline = Timeline(folder.name, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "", host_clock())
-    mpi = MpiTransport(MPI.COMM_WORLD.Dup())
+    world = MPI.COMM_WORLD
+    timeline = Timeline(folder.name, world.rank, world.size, "", host_clock())
+    mpi = MpiTransport(world.Dup())
     ways, watch = transports_of(mpi, "traced")
     traced = Router(ways, Contract(mpi, "traced", watch, timeline=timeline))
     rounds = calls_of(
@@ -190,7 +190,8 @@ def agreement(num_rounds: int) -> list[dict[str, Any]]:
         repeat=3000,
         num_rounds=num_rounds,
     )
-    record, call = RankRecord(None), text_of("all_reduce(sum, float32, ())", "train.py:33 in step")
+    record = RankRecord(None)
+    call = text_of("all_reduce(sum, float32, ())", "train.py:33 in step")
     board: Any = record.new_slot(0, 2)
     rounds |= calls_of(
         {"the ring entry alone": lambda: record.enter(board, 1, *call)},

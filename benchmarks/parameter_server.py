@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ import mpistrat as ms
 from mpistrat.tools.bench.report import surroundings, table_report
 from mpistrat.tools.bench.rounds import SECONDS_PER_TURN, all_ranks, medians, take_turns
 
-OURS, PEER, COPY = "mpistrat", "TensorFlow", "copy"
+OURS = "mpistrat"
+PEER = "TensorFlow"
+COPY = "copy"
 SECONDS_PER_ANSWER = 60.0
 
 
@@ -46,7 +48,10 @@ def dense(coordinator: Any, nbytes: int) -> Work:
     def wrong(steps: int) -> bool:
         return bool((np.asarray(variable.read_value()) != steps).any())
 
-    ones = coordinator.create_per_worker_dataset(lambda: itertools.repeat(delta))
+    def deltas() -> Iterator[Any]:
+        return itertools.repeat(delta)
+
+    ones = coordinator.create_per_worker_dataset(deltas)
     return step, (iter(ones),), wrong
 
 
@@ -68,8 +73,11 @@ def sparse(coordinator: Any, _: int) -> Work:
         right = bool((there[indices] == -steps).all())
         return not right or int(np.count_nonzero(there)) != TOUCHED * WIDTH
 
-    batches = coordinator.create_per_worker_dataset(lambda: itertools.repeat((indices, delta)))
-    return step, (iter(batches),), wrong
+    def batches() -> Iterator[Any]:
+        return itertools.repeat((indices, delta))
+
+    dataset = coordinator.create_per_worker_dataset(batches)
+    return step, (iter(dataset),), wrong
 
 
 def empty(coordinator: Any, _: int) -> Work:
@@ -94,7 +102,9 @@ class Ours:
     """Takes steps of one work, and knows how many it has taken."""
 
     def __init__(self, coordinator: Any, name: str, nbytes: int) -> None:
-        self.coordinator, self.work, self.taken = coordinator, WORKS[name](coordinator, nbytes), 0
+        self.coordinator = coordinator
+        self.work = WORKS[name](coordinator, nbytes)
+        self.taken = 0
 
     def take(self, steps: int) -> float:
         self.taken += steps
@@ -138,7 +148,10 @@ class TensorFlow:
         return json.loads(line)
 
 
-def copying(nbytes: int) -> Callable[[int], float]:
+Take = Callable[[int], float]  # the seconds that so many steps take
+
+
+def copying(nbytes: int) -> Take:
     source = np.ones(nbytes // 4, np.float32)
     target = source.copy()
 
@@ -151,7 +164,7 @@ def copying(nbytes: int) -> Callable[[int], float]:
     return take
 
 
-def turn_of(take: Callable[[int], float]) -> Callable[[], float]:
+def turn_of(take: Take) -> Callable[[], float]:
     """Microseconds per step, of as many steps as make a turn."""
     steps = 1
     take(steps)  # the first is prepared for
@@ -164,7 +177,7 @@ def row(
     coordinator: Any, peer: TensorFlow | None, work: str, nbytes: int, name: str, num_rounds: int
 ) -> dict[str, Any]:
     ours = Ours(coordinator, work, nbytes)
-    contestants: dict[str, Callable[[int], float]] = {OURS: ours.take}
+    contestants: dict[str, Take] = {OURS: ours.take}
     asked = {"work": work, "nbytes": nbytes}
     if peer is not None:
         contestants[PEER] = lambda steps: peer.ask(**asked, steps=steps)["seconds"]
@@ -173,15 +186,20 @@ def row(
     turns = {who: turn_of(take) for who, take in contestants.items()}
     rounds = take_turns(turns, num_rounds)
     times = medians(rounds)
-    wrong = ours.wrong() or (peer is not None and peer.ask(**asked, steps=0)["wrong"])
-    ratios = {
-        f"{PEER} / {OURS}": times[PEER] / times[OURS] if peer is not None else "-",
-        f"{OURS} / {COPY}": times[OURS] / times[COPY] if nbytes else "-",
-    }
+    wrong = ours.wrong()
+    if peer is not None and not wrong:
+        wrong = peer.ask(**asked, steps=0)["wrong"]
+    per_second = {OURS: 1e6 / times[OURS]}
+    ratios: dict[str, Any] = {f"{PEER} / {OURS}": "-", f"{OURS} / {COPY}": "-"}
+    if peer is not None:
+        per_second[PEER] = 1e6 / times[PEER]
+        ratios[f"{PEER} / {OURS}"] = times[PEER] / times[OURS]
+    if nbytes:
+        ratios[f"{OURS} / {COPY}"] = times[OURS] / times[COPY]
     return {
         "step": name,
         **{f"{contestant} us": us for contestant, us in times.items()},
-        **{f"{who} per second": 1e6 / times[who] for who in (OURS, PEER) if who in times},
+        **{f"{contestant} per second": steps for contestant, steps in per_second.items()},
         **ratios,
         "wrong": wrong,
         "samples": rounds,

@@ -6,12 +6,12 @@ scripts/benchmark calls it, in an environment with both MPIs.
 from __future__ import annotations
 
 import argparse
-import functools
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 TOP = Path(__file__).parents[1]
 sys.path.insert(0, str(TOP / "tests"))
@@ -25,31 +25,36 @@ BENCH = ("-m", "mpistrat.tools.bench")
 
 def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
     """What follows `mpiexec -n 2 python`. PREFIX begins the names of files; `quick`: only whether they run."""
+
+    def if_quick(*words: str) -> tuple[str, ...]:
+        return words if quick else ()
+
     names = ("overheads", "collectives", "training_step", "checkpoints", "fault_tolerance")
     here = {name: f"benchmarks/{name}.py" for name in names}
-    rounds = ("--rounds", "1") if quick else ()
+    rounds = if_quick("--rounds", "1")
     yield here["overheads"], *rounds, "--json", "PREFIX"
-    sizes = ("--maxbytes", "1M") if quick else ()
+    sizes = if_quick("--maxbytes", "1M")
     yield here["collectives"], *sizes, *rounds, "--json", "PREFIX"
-    models = ("--models", "mlp") if quick else ()
-    batch = ("--batch-size", str(4 * ranks)) if quick else ()
+    models = if_quick("--models", "mlp")
+    batch = if_quick("--batch-size", str(4 * ranks))
     yield here["training_step"], *models, *batch, *rounds, "--json", "PREFIX"
     yield here["checkpoints"], *models, *rounds, "--json", "PREFIX"
-    models = ("--models", "small") if quick else ()
+    models = if_quick("--models", "small")
     yield here["fault_tolerance"], *models, *rounds, "--json", "PREFIX"
 
-    examples = ("--examples", "512") if quick else ()
+    examples = if_quick("--examples", "512")
     yield *BENCH, "input", "overhead", *rounds, "--json", "PREFIXinput_overhead.json"
     yield *BENCH, "input", "throughput", *examples, *rounds, "--json", "PREFIXinput_throughput.json"
-    calls = ("--maxbytes", "64K", "--iters", "5") if quick else ()
+    calls = if_quick("--maxbytes", "64K", "--iters", "5")
     yield *BENCH, "all_reduce", "--window", *calls, "--json", "PREFIXsweep.json"
     calls = calls or ("--maxbytes", "16M", "--iters", "20")
-    for collective in (
-        ("broadcast",) if quick else ("broadcast", "reduce", "all_gather", "reduce_scatter")
-    ):
+    collectives = ["broadcast"]
+    if not quick:
+        collectives += ["reduce", "all_gather", "reduce_scatter"]
+    for collective in collectives:
         yield *BENCH, collective, *calls, "--json", f"PREFIXsweep-{collective}.json"
 
-    calls = ("--size", "8", "64K") if quick else ()
+    calls = if_quick("--size", "8", "64K")
     yield *BENCH, "compare", "torch", *calls, *rounds, "--json", "PREFIXtorch.json"
 
     # Few of ResNet-50's pictures, of which a core computes about three in a second.
@@ -93,44 +98,45 @@ def main() -> int:
     arguments = parser.parse_args()
     launcher = Launcher.named(names[arguments.mpi])
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    runs = [(arguments.ranks, words) for words in programs(arguments.ranks, arguments.quick)]
-    runs += [(3, words) for words in programs_with_a_server(arguments.quick, arguments.tensorflow)]
-    # Forked ranks need not import torch; to see whether a program runs they will do.
-    run_python = functools.partial(launcher.run_python, forked=arguments.quick, cwd=TOP)
+    quick: bool = arguments.quick
+    runs = [(arguments.ranks, words) for words in programs(arguments.ranks, quick)]
+    runs += [(3, words) for words in programs_with_a_server(quick, arguments.tensorflow)]
     prefix = f"{arguments.folder.resolve()}/{arguments.mpi}"
 
     failed = []
     for ranks, words in runs:
+        name = " ".join(words)
         program = [word.replace("PREFIX", f"{prefix}-{ranks}-ranks-") for word in words]
-        if not succeeds(functools.partial(run_python, ranks, *program), " ".join(words)):
-            failed.append(" ".join(words))
+        # Forked ranks need not import torch; to see whether a program runs they will do.
+        if not succeeds(name, launcher.run_python, ranks, *program, forked=quick):
+            failed.append(name)
     links = {"": (), "bfloat16-": ("--communication-options", "wire_dtype=bfloat16")}
-    for name, options in links.items():
+    for link, options in links.items():
         slow = ["benchmarks/slow_link.py", "--mpi", launcher.name, *options]
-        slow += ["--json", f"{prefix}-2x2-ranks-{name}"]
-        slow += ["--models", "mlp", "--steps", "2"] if arguments.quick else []
-        command, environment = [sys.executable, *slow], launcher.environment()
-        if not succeeds(functools.partial(run_job, command, environment, cwd=TOP), " ".join(slow)):
-            failed.append(" ".join(slow))
-        if arguments.quick:
+        slow += ["--json", f"{prefix}-2x2-ranks-{link}"]
+        if quick:
+            slow += ["--models", "mlp", "--steps", "2"]
+        name = " ".join(slow)
+        if not succeeds(name, run_job, [sys.executable, *slow], launcher.environment()):
+            failed.append(name)
+        if quick:
             break
     # It shows what is in results/, so only a run into results/ changes README's picture.
     picture = [sys.executable, "docs/pictures/steps_per_second.py"]
-    picture += [str(arguments.folder)] if arguments.folder != RESULTS else []
-    if not succeeds(
-        functools.partial(run_job, picture, launcher.environment(), cwd=TOP), "picture"
-    ):
+    if arguments.folder != RESULTS:
+        picture.append(str(arguments.folder))
+    if not succeeds("picture", run_job, picture, launcher.environment()):
         failed.append("steps_per_second.py")
     for command_line in failed:
         print(f"FAILED: {command_line}")
     return int(bool(failed))
 
 
-def succeeds(run: Callable[..., Job], name: str) -> bool:
-    """Whether it ends well; what it prints is printed."""
+def succeeds(name: str, run: Callable[..., Job], *arguments: Any, **options: Any) -> bool:
+    """Whether `run` with these arguments ends well; what it prints is printed."""
     started = time.monotonic()
     try:
-        job = run(seconds=SECONDS_PER_PROGRAM)
+        job = run(*arguments, **options, seconds=SECONDS_PER_PROGRAM, cwd=TOP)
     except subprocess.TimeoutExpired:
         print(f"killed after {SECONDS_PER_PROGRAM:g} s: {name}", flush=True)
         return False

@@ -37,7 +37,8 @@ def bits_per_second(rate: str) -> float:
 
 
 def wire_limit_ms(gradient_bytes: int, rate: str) -> float:
-    return 2 * (NODES - 1) / NODES * gradient_bytes * 8 / bits_per_second(rate) * 1e3
+    on_the_wire = 2 * (NODES - 1) / NODES * gradient_bytes
+    return on_the_wire * 8 / bits_per_second(rate) * 1e3
 
 
 def measure(arguments: argparse.Namespace, model: str, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -84,7 +85,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         measured = [measure(arguments, model, Path(folder)) for model in arguments.models]
     title = f"training step over {arguments.rate}, {NODES} nodes x {arguments.ranks_per_node} ranks"
-    report = table_report(title, [row for _, row in measured], measured[0][0])
+    rows = [row for _, row in measured]
+    where, _ = measured[0]
+    report = table_report(title, rows, where)
     report.publish(arguments.json and f"{arguments.json}slow_link.json")
     return 0
 

@@ -25,7 +25,9 @@ import mpistrat as ms
 from mpistrat.tools.bench.report import surroundings, table_report
 from mpistrat.tools.bench.rounds import all_ranks, medians
 
-FAST, SLOW = 0, 1  # ranks, which are workers of these numbers
+# Ranks, which are workers of these numbers.
+FAST = 0
+SLOW = 1
 COMPUTE_SECONDS = 0.005
 # With a pull and a push, a step of the fast worker takes about 6.4 ms.
 SLOW_SECONDS = 0.063
@@ -34,14 +36,14 @@ SLOW_STEPS = 50  # with a bound
 COUNT = (1 << 20) // 4
 TITLE = "a worker beside one that is ten times slower"
 
-Span = tuple[
-    float, float
-]  # when the computation of a step began and ended: perf_counter, which one machine's ranks share
+# When the computation of a step began and ended: perf_counter, which one machine's ranks share.
+Span = tuple[float, float]
 
 
 def stepper(strategy: Any, busy_seconds: float, idle_seconds: float) -> Callable[[], Span]:
     with strategy.scope():
-        variable = ms.Variable(np.zeros(COUNT, np.float32), aggregation=ms.VariableAggregation.SUM)
+        zeros = np.zeros(COUNT, np.float32)
+        variable = ms.Variable(zeros, aggregation=ms.VariableAggregation.SUM)
     delta = np.ones(COUNT, np.float32)
     matrix = np.ones((64, 64), np.float32)
 
@@ -99,7 +101,8 @@ def slow_when_asked(control: MPI.Intracomm, step: Callable[[], Span]) -> None:
     while receive(control, FAST) == "go":
         step()
         control.send("going", FAST)
-        started, steps = time.perf_counter(), 0
+        started = time.perf_counter()
+        steps = 0
         while not control.iprobe(source=FAST):
             step()
             steps += 1
@@ -113,7 +116,9 @@ def fast_within_bound(
     spans = [step() for _ in range(SLOW_STEPS)]
     slow: list[Span] = receive(control, SLOW)
     slow_ends = [ended for _, ended in slow]
-    ahead = [done - bisect.bisect(slow_ends, began) for done, (began, _) in enumerate(spans)]
+    ahead = []
+    for done, (began, _) in enumerate(spans):
+        ahead.append(done - bisect.bisect(slow_ends, began))
     return {
         "max_staleness": max_staleness,
         "fast one, steps per second": SLOW_STEPS / (spans[-1][1] - spans[0][0]),
@@ -129,7 +134,8 @@ def main() -> int:
     parser.add_argument("--max-staleness", type=int)
     arguments = parser.parse_args()
     where = surroundings(all_ranks())
-    control, bound = MPI.COMM_WORLD.Dup(), arguments.max_staleness
+    control = MPI.COMM_WORLD.Dup()
+    bound = arguments.max_staleness
     strategy = ms.compat.v1.ParameterServerStrategy(num_ps=1, max_staleness=bound)
     # Only the workers come here.
     if control.rank == SLOW:
@@ -140,13 +146,14 @@ def main() -> int:
             control.send([step() for _ in range(SLOW_STEPS)], FAST)
         return 0
     step = stepper(strategy, COMPUTE_SECONDS, 0)
-    row = (
-        fast_alone_and_beside(control, step, arguments.rounds)
-        if bound is None
-        else fast_within_bound(control, step, bound)
-    )
+    if bound is None:
+        row = fast_alone_and_beside(control, step, arguments.rounds)
+        name = "slow_worker"
+    else:
+        row = fast_within_bound(control, step, bound)
+        name = f"slow_worker-{bound}"
     report = table_report(TITLE, [row], where)
-    report.publish(arguments.json("slow_worker" if bound is None else f"slow_worker-{bound}"))
+    report.publish(arguments.json(name))
     return int(report.wrong)
 
 

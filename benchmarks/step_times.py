@@ -30,7 +30,8 @@ def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def main() -> None:
-    folder, backwards = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    backwards = int(sys.argv[2])
     del sys.argv[:3]
     torchvision_operators.declare_when_imported()
     torch.Tensor.backward = backward  # type: ignore[method-assign]

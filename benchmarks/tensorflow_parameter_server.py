@@ -25,10 +25,13 @@ tf: Any = None  # imported by the processes that this file is the program of
 
 JOBS = ("chief", "worker", "ps")
 # In a step of "sparse", TOUCHED rows of a table are pulled and pushed.
-ROWS, WIDTH, TOUCHED = 1_000_000, 64, 1_000
+ROWS = 1_000_000
+WIDTH = 64
+TOUCHED = 1_000
 
-# What is scheduled, with which arguments, and whether the result of so many is wrong.
-Work = tuple[Callable[..., Any], tuple[Any, ...], Callable[[int], bool]]
+IsWrong = Callable[[int], bool]  # whether the result of so many steps is wrong
+# What is scheduled, with which arguments, and how it is checked.
+Work = tuple[Callable[..., Any], tuple[Any, ...], IsWrong]
 
 
 def dense(coordinator: Any, nbytes: int) -> Work:
@@ -59,7 +62,8 @@ def sparse(coordinator: Any, _: int) -> Work:
         table = tf.Variable(lambda: tf.zeros([ROWS, WIDTH]))
 
     def batches() -> Any:
-        return tf.data.Dataset.from_tensors((indices, tf.ones([TOUCHED, WIDTH]))).repeat()
+        batch = (indices, tf.ones([TOUCHED, WIDTH]))
+        return tf.data.Dataset.from_tensors(batch).repeat()
 
     @tf.function
     def step(batches: Any) -> Any:
@@ -98,9 +102,8 @@ def start() -> tuple[Any, list[subprocess.Popen[bytes]]]:
     cluster = {job: [address] for job, address in zip(JOBS, addresses, strict=True)}
     task = {"type": "chief", "index": 0}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-    others = [
-        subprocess.Popen([sys.executable, __file__, job], stdin=subprocess.PIPE) for job in JOBS[1:]
-    ]
+    commands = [[sys.executable, __file__, job] for job in JOBS[1:]]
+    others = [subprocess.Popen(command, stdin=subprocess.PIPE) for command in commands]
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     return tf.distribute.coordinator.ClusterCoordinator(strategy), others
@@ -130,9 +133,13 @@ def answer_requests(coordinator: Any) -> None:
     taken: dict[tuple[str, int], int] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        which, steps = (request["work"], request["nbytes"]), request["steps"]
+        name = request["work"]
+        nbytes = request["nbytes"]
+        steps = request["steps"]
+        which = (name, nbytes)
         if which not in works:
-            works[which], taken[which] = WORKS[which[0]](coordinator, which[1]), 0
+            works[which] = WORKS[name](coordinator, nbytes)
+            taken[which] = 0
         answer: dict[str, Any]
         if steps:
             answer = {"seconds": seconds_of(coordinator, works[which], steps)}

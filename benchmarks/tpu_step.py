@@ -53,7 +53,8 @@ def steps(num_rounds: int) -> list[dict[str, Any]]:
     """SGD. `graphs` were compiled for a contestant's first batches, and for smaller ones; the others find the same."""
     rows = []
     for name, model in MODELS.items():
-        work, contestants = Work(model, BATCH, 0, DEVICE), {}
+        work = Work(model, BATCH, 0, DEVICE)
+        contestants = {}
         graphs: dict[str, list[int]] = {}
         for who, build in contestants_of(work).items():
             contestants[who] = waited_for(build())
@@ -71,7 +72,7 @@ def steps(num_rounds: int) -> list[dict[str, Any]]:
                 "step": who,
                 "ms": us / 1000,
                 "mpistrat / this": median_of_ratios(rounds[OURS], rounds[who]),
-                "graphs": " + ".join(map(str, graphs[who])),
+                "graphs": " + ".join(str(count) for count in graphs[who]),
                 "loss": losses[who],
                 "wrong": losses[who] != losses[OURS],
                 "samples": [sample / 1000 for sample in rounds[who]],
@@ -87,7 +88,8 @@ def sums(num_rounds: int) -> list[dict[str, Any]]:
     communicator = strategy.extended.communicator
     if communicator.takes_device_buffers:
         sys.exit("XLA sums over these ranks itself, in the step's graph: nothing goes by the host")
-    sums, packer = LazyAllReduce(communicator, lambda flat: flat), Packer()
+    sums = LazyAllReduce(communicator, lambda flat: flat)
+    packer = Packer()
     value = torch.arange(NUM_VALUES) % 3 + 1.0
     (flat,) = xm.send_cpu_data_to_device([value * (communicator.rank + 1)], DEVICE)
 

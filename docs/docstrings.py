@@ -33,8 +33,9 @@ def leave_out_hidden_bases(
 
     The page shows the members of such a base with the class, by `:inherited-members:`.
     """
-    shown = list(dict.fromkeys(b for base in bases for b in _described(base)))
-    bases[:] = [b for b in shown if b is not object] or [object]
+    shown = dict.fromkeys(outer for base in bases for outer in _described(base))
+    shown.pop(object, None)
+    bases[:] = list(shown) or [object]
 
 
 def _described(base: type) -> list[type]:
@@ -61,7 +62,8 @@ def _converted(lines: list[str]) -> Iterator[str]:
             yield line
         elif heading := EXAMPLE.fullmatch(line):
             yield from ("", f"*{heading[1]}*:{heading[2]}", "")
-            example, indent = True, None
+            example = True
+            indent = None
         elif section := SECTION.fullmatch(line):
             if indent is None:
                 yield ""

@@ -14,28 +14,23 @@ else:
 
 TOP = Path(__file__).parents[1]
 WHOLE_RUNS = json.loads((TOP / "tests/manifest/whole_runs.json").read_text(encoding="utf-8"))
-MPIS = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
 
 def tested() -> str:
     """What `scripts/test` installs and runs, with the Python of the recorded runs."""
-    pins, old = pins_of("constraints.txt"), pins_of("constraints-tpu.txt")
-    mpis = ", ".join(f"{name} {pins[package]}" for package, name in MPIS.items())
+    pins = pins_of("constraints.txt")
+    old = pins_of("constraints-tpu.txt")
+    mpis = f"MPICH {pins['mpich']}, Open MPI {pins['openmpi']}"
     python = WHOLE_RUNS["python"]
-    return _table(
-        ("what ran", "Python", "torch", "MPI"),
-        [
-            ("all tests", python, pins["torch"], mpis),
-            (
-                "TPUs, on the CPU device of torch_xla " + old["torch-xla"],
-                python,
-                old["torch"],
-                mpis,
-            ),
-            ("the backend of torch.distributed, once more", python, old["torch"], mpis),
-            *[(_name_of(run), run["python"], run["torch"], mpis) for run in WHOLE_RUNS["quick"]],
-        ],
-    )
+    on_tpus = f"TPUs, on the CPU device of torch_xla {old['torch-xla']}"
+    rows = [
+        ("all tests", python, pins["torch"], mpis),
+        (on_tpus, python, old["torch"], mpis),
+        ("the backend of torch.distributed, once more", python, old["torch"], mpis),
+    ]
+    for run in WHOLE_RUNS["quick"]:
+        rows.append((_name_of(run), run["python"], run["torch"], mpis))
+    return _table(("what ran", "Python", "torch", "MPI"), rows)
 
 
 def _name_of(run: dict[str, str]) -> str:
@@ -52,7 +47,8 @@ def recorded() -> str:
         found = json.loads(path.read_text(encoding="utf-8"))["surroundings"]
         if "torch" in found:
             mpi = re.sub(r" Version:| v(?=\d)", "", found["mpi"])
-            runs[found["python"], found["torch"], re.sub(r"(?<=MPI)(?=\d)", " ", mpi)] += 1
+            mpi = re.sub(r"(?<=MPI)(?=\d)", " ", mpi)
+            runs[found["python"], found["torch"], mpi] += 1
     rows = [(*versions, str(count)) for versions, count in sorted(runs.items())]
     return _table(("Python", "torch", "MPI", "recorded runs"), rows)
 
@@ -61,7 +57,8 @@ def declared() -> str:
     """The oldest versions that pyproject.toml lets pip install."""
     project = _project()
     extras = project["optional-dependencies"]
-    needs = [f"Python{project['requires-python']}", *project["dependencies"], *extras["torch"]]
+    needs = [f"Python{project['requires-python']}"]
+    needs += project["dependencies"] + extras["torch"]
     rows = [tuple(need.split(">=")) for need in needs]
     return _table(("package", "oldest version"), rows)
 
@@ -77,4 +74,6 @@ def pins_of(constraints: str) -> dict[str, str]:
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows))
+    line = ("---",) * len(header)
+    lines = [f"| {' | '.join(row)} |" for row in (header, line, *rows)]
+    return "\n".join(lines)

@@ -3,17 +3,19 @@
 import json
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from style import BLUE, GREEN, GREY, HERE, ORANGE, figure, save
 
-from mpistrat.communicators.costs.model import fitted_in_two
+from mpistrat.communicators.costs.model import Cost, fitted_in_two
 
 RESULT = HERE.parents[1] / "benchmarks" / "results" / "mpich-2-ranks-sweep.json"
 
 
 def draw() -> Figure:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
-    found, rows = result["surroundings"], result["rows"]
+    found = result["surroundings"]
+    rows = result["rows"]
     sizes = [row["bytes"] for row in rows]
     times = [row["p50"] for row in rows]
     mpi = found["mpi"].replace(" Version:", "")
@@ -27,19 +29,23 @@ def draw() -> Figure:
         yscale="log",
     )
     axes.plot(sizes, times, "o", color=GREEN, label="measured: the median of each size")
-    cut, *lines = fitted_in_two(sizes, [time * 1e-6 for time in times])
-    ranges = (sizes[0], cut), (cut, sizes[-1])
-    for (first, last), line, color in zip(ranges, lines, (BLUE, ORANGE), strict=True):
-        part = np.geomspace(first, last)
-        axes.plot(part, 1e6 * line.seconds(part), color=color, label=str(line))
+    cut, small, large = fitted_in_two(sizes, [time * 1e-6 for time in times])
+    draw_line(axes, small, sizes[0], cut, BLUE)
+    draw_line(axes, large, cut, sizes[-1], ORANGE)
     limits = [row["limit"] for row in rows]
     axes.plot(sizes, limits, ":", color=GREY, label="limit: both ranks copy as many bytes")
-    axes.set_xticks(sizes, map(named, sizes))
+    axes.set_xticks(sizes, [named(size) for size in sizes])
     axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
     axes.minorticks_off()
     axes.grid(alpha=0.25, color=GREY)
     axes.legend()
     return made
+
+
+def draw_line(axes: Axes, line: Cost, first: int, last: int, color: str) -> None:
+    sizes = np.geomspace(first, last)
+    microseconds = 1e6 * line.seconds(sizes)
+    axes.plot(sizes, microseconds, color=color, label=str(line))
 
 
 def named(size: int) -> str:

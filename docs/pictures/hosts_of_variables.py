@@ -7,7 +7,8 @@ from matplotlib.figure import Figure
 from style import BLUE, GREEN, ORANGE, arrow, box, drawing, recorded, save
 
 RANKS = range(4)
-LEFT, WIDTH = 27, 18
+LEFT = 27
+WIDTH = 18
 
 
 def draw() -> Figure:
@@ -20,8 +21,13 @@ def draw() -> Figure:
     return figure
 
 
+def place_of(rank: int, top: float, ranks: int = 1) -> tuple[float, float, float, float]:
+    """Of a box that begins at the column of `rank` and is as wide as so many columns."""
+    return (LEFT + WIDTH * rank, top, WIDTH * ranks - 1.5, 6)
+
+
 def draw_rank(axes: Axes, rank: int, top: float, text: str) -> None:
-    box(axes, (LEFT + WIDTH * rank, top, WIDTH - 1.5, 6), text, BLUE)
+    box(axes, place_of(rank, top), text, BLUE)
 
 
 def draw_replicated(axes: Axes, top: float, name: str, lines: dict[int, Any]) -> None:
@@ -31,11 +37,13 @@ def draw_replicated(axes: Axes, top: float, name: str, lines: dict[int, Any]) ->
         draw_rank(axes, rank, top, f"rank {rank}")
         middle = LEFT + WIDTH * rank + (WIDTH - 1.5) / 2
         arrow(axes, (middle, top + 9), (middle, top + 6))
-    places = {tuple(line[name]["shared by"]) or (rank,) for rank, line in lines.items()}
-    places |= {(rank,) for rank in RANKS if not any(rank in ranks for ranks in places)}
-    for ranks in places:
-        place = (LEFT + WIDTH * ranks[0], top + 9, WIDTH * len(ranks) - 1.5, 6)
-        box(axes, place, "weights" if len(ranks) == 1 else "one copy of the weights", GREEN)
+    shared_by = [tuple(line[name]["shared by"]) for line in lines.values()]
+    sharing = {rank for ranks in shared_by for rank in ranks}
+    alone = [(rank,) for rank in RANKS if rank not in sharing]
+    for ranks in dict.fromkeys([*shared_by, *alone]):
+        if ranks:
+            text = "weights" if len(ranks) == 1 else "one copy of the weights"
+            box(axes, place_of(ranks[0], top + 9, len(ranks)), text, GREEN)
 
 
 def draw_servers(axes: Axes, top: float, name: str, lines: dict[int, Any]) -> None:
@@ -44,18 +52,24 @@ def draw_servers(axes: Axes, top: float, name: str, lines: dict[int, Any]) -> No
     (address,) = {line[name]["device"] for line in lines.values()}
     for rank, line in lines.items():
         draw_rank(axes, rank, top, f"rank {rank}: {line[name]['task']}")
-    job, _, task = (part.partition(":")[2] for part in address.split("/")[1:4])
+    parts = address.split("/")[1:4]
+    job, _, task = (part.partition(":")[2] for part in parts)
     left = LEFT + WIDTH * server
     draw_rank(axes, server, top, f"rank {server}: {job} {task}")
-    box(axes, (left, top + 9, WIDTH - 1.5, 6), "weights", GREEN)
-    arrow(axes, (left + 8, top + 9), (left + 8, top + 6))
-    begin, end = LEFT + 8, left - 0.3
-    axes.plot([begin, end], [top + 12, top + 12], color=ORANGE)
+    box(axes, place_of(server, top + 9), "weights", GREEN)
+    middle = left + 8
+    arrow(axes, (middle, top + 9), (middle, top + 6))
+    # The way of messages, from the workers to the weights.
+    begin = LEFT + 8
+    end = left - 0.3
+    height = top + 12
+    axes.plot([begin, end], [height, height], color=ORANGE)
     for rank in lines:
         middle = LEFT + WIDTH * rank + 8
-        axes.plot([middle, middle], [top + 12, top + 6], color=ORANGE)
-    arrow(axes, (end - 1, top + 12), (end, top + 12), ORANGE)
-    axes.text((begin + end) / 2, top + 14.5, "messages: pull and push", ha="center", color=ORANGE)
+        axes.plot([middle, middle], [height, top + 6], color=ORANGE)
+    arrow(axes, (end - 1, height), (end, height), ORANGE)
+    center = (begin + end) / 2
+    axes.text(center, height + 2.5, "messages: pull and push", ha="center", color=ORANGE)
 
 
 if __name__ == "__main__":

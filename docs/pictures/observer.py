@@ -16,27 +16,33 @@ SMALL = {"size": 8}
 
 def draw() -> Figure:
     (job,) = recorded("stall")
-    lines, report = job["lines"], job["report"]
+    lines = job["lines"]
     begin = min(line["time"] for line in lines)
     sums = sorted({line["sum"] for line in lines})
-    (late,) = {0, 1, 2} - {line["rank"] for line in lines if line["sum"] == sums[-1]}
+    in_time = {line["rank"] for line in lines if line["sum"] == sums[-1]}
+    (late,) = {0, 1, 2} - in_time
 
     figure, axes = drawing("The observer: a process on each node that watches the node's ranks", 76)
     for rank, middle in enumerate(MIDDLES):
         draw_column(axes, middle, f"rank {rank}", BLUE)
     draw_column(axes, OBSERVER, "observer", GREEN)
     for row, number in enumerate(sums):
+        top = 9 + 7 * row
         came = [line for line in lines if line["sum"] == number]
-        tell_time(axes, 12 + 7 * row, max(line["time"] for line in came) - begin)
+        last = max(line["time"] for line in came)
+        tell_time(axes, top + 3, last - begin)
         for line in came:
-            place = (MIDDLES[line["rank"]] - 8, 9 + 7 * row, 16, 5.5)
-            box(axes, place, f"sum {number}", GREY, **SMALL)
-    place = next(line for line in report if line.endswith(" in load")).rpartition("/")[2]
-    where = "sleeps in {1},\n{0}".format(*place.split(" in "))
-    box(axes, (MIDDLES[late] - 8, 23, 16, 18), where, ORANGE, **SMALL)
+            left = MIDDLES[line["rank"]] - 8
+            box(axes, (left, top, 16, 5.5), f"sum {number}", GREY, **SMALL)
+    frame = next(line for line in job["report"] if line.endswith(" in load"))
+    place, function = frame.rpartition("/")[2].split(" in ")
+    sleeps = f"sleeps in {function},\n{place}"
+    left = MIDDLES[late] - 8
+    box(axes, (left, 23, 16, 18), sleeps, ORANGE, **SMALL)
+    waits = f"waits for\nrank {late}"
     for rank, middle in enumerate(MIDDLES):
         if rank != late:
-            box(axes, (middle - 8, 30, 16, 11), f"waits for\nrank {late}", ORANGE, **SMALL)
+            box(axes, (middle - 8, 30, 16, 11), waits, ORANGE, **SMALL)
     draw_end(axes, job, begin)
     return figure
 
@@ -55,11 +61,13 @@ def draw_end(axes: Axes, job: dict[str, Any], begin: float) -> None:
     limits = re.search(r"waited ([\d.]+ s) .* allows (\d+ s)\): (rank \d+ .*)", job["report"][0])
     assert limits is not None
     waited, allowed, reason = limits.groups()
-    left, width = OBSERVER - 15, 31
+    left = OBSERVER - 15
+    width = 31
     reads = "reads the records in /dev/shm:\nwhich collective each rank\nis in, and since when"
     box(axes, (left, 9, width, 13), reads, GREEN, **SMALL)
     says = f"“ranks have waited {waited}” ({allowed}\nare allowed): “{reason}”"
-    box(axes, (left, 31, width, 10), says.replace("has not", "has\nnot"), GREEN, **SMALL)
+    says = says.replace("has not", "has\nnot")
+    box(axes, (left, 31, width, 10), says, GREEN, **SMALL)
     tell_time(axes, 38, job["reported"] - begin)
     word = f"{RankRecord.__name__}.abort"
     assert "abort" in vars(RankRecord)

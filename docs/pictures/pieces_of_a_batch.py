@@ -6,7 +6,9 @@ from style import BLUE, GREY, PURPLE, box, drawing, save
 
 import mpistrat as ms
 
-EXAMPLES, BATCH, REPLICAS = 22, 10, 4
+EXAMPLES = 22
+BATCH = 10
+REPLICAS = 4
 
 
 def steps() -> list[list[list[int]]]:
@@ -29,11 +31,13 @@ def draw() -> Figure:
         axes.text(0, top + 5.5, f"step {number + 1}", va="center", weight="bold")
         for replica, part in enumerate(parts):
             left = 12 + 22 * replica
-            count = f"{len(part)} example{'s' * (len(part) != 1)}"
+            noun = "example" if len(part) == 1 else "examples"
+            count = f"{len(part)} {noun}"
             box(axes, (left, top, 20, 11), count, GREY, filled=False, size=8)
+            color = BLUE if replica % 2 else PURPLE
             for i, example in enumerate(part):
-                color = BLUE if replica % 2 else PURPLE
-                box(axes, (left + 1 + 6.1 * i, top + 4.8, 5.5, 5.2), str(example), color)
+                place = (left + 1 + 6.1 * i, top + 4.8, 5.5, 5.2)
+                box(axes, place, str(example), color)
     return figure
 
 

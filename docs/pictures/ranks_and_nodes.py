@@ -18,7 +18,8 @@ def draw() -> Figure:
     }
     for column, (name, title) in enumerate(titles.items()):
         left = 1 + column * HALF
-        axes.text(left + HALF / 2 - 2, 3, title, ha="center", family="monospace", size=8)
+        middle = left + HALF / 2 - 2
+        axes.text(middle, 3, title, ha="center", family="monospace", size=8)
         for node in sorted({line["node"] for line in job["lines"]}):
             ranks = [line for line in job["lines"] if line["node"] == node]
             draw_node(axes, left, 6 + node * 24, node, name, ranks)
@@ -28,17 +29,18 @@ def draw() -> Figure:
 def draw_node(
     axes: Axes, left: float, top: float, node: int, name: str, ranks: list[dict[str, Any]]
 ) -> None:
-    box(axes, (left, top, HALF - 3, 22), f"node {node}", GREY, filled=False)
+    whole = (left, top, HALF - 3, 22)
+    box(axes, whole, f"node {node}", GREY, filled=False)
     for column, line in enumerate(ranks):
-        place = (left + 1.5 + 22.5 * column, top + 5, 21.5, 15.5)
-        box(axes, place, f"rank {line['rank']}", GREEN, filled=False)
-        found = line[name]
-        width = 20 / len(found["replicas"])
-        for i, (replica, device) in enumerate(
-            zip(found["replicas"], found["devices"], strict=True)
-        ):
-            inner = (place[0] + 1 + width * i, top + 10, width - 0.6, 9.5)
-            box(axes, inner, f"replica {replica}\non {device}", BLUE, size=8)
+        of_rank = left + 1.5 + 22.5 * column
+        title = f"rank {line['rank']}"
+        box(axes, (of_rank, top + 5, 21.5, 15.5), title, GREEN, filled=False)
+        replicas = line[name]["replicas"]
+        devices = line[name]["devices"]
+        width = 20 / len(replicas)
+        for i, replica in enumerate(replicas):
+            inner = (of_rank + 1 + width * i, top + 10, width - 0.6, 9.5)
+            box(axes, inner, f"replica {replica}\non {devices[i]}", BLUE, size=8)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def _run(command: str, folder: Path) -> dict[str, Any]:
     )
     if not done.stdout and not done.stderr.startswith("mpistrat: "):
         raise RuntimeError(done.stderr)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in printed]
     job: dict[str, Any] = {"exit code": done.returncode, "ended": time.time()}
     job["lines"] = sorted(lines, key=lambda line: line.get("rank", 0))
     for report in folder.glob("mpistrat-report-*.txt"):

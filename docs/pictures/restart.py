@@ -12,12 +12,16 @@ def draw() -> Figure:
         ylabel="loss of the global batch",
     )
     jobs = [job["lines"] for job in recorded("restart")]
-    for lines, color, width in zip(jobs, (BLUE, ORANGE), (5, 1.8), strict=True):
+    wide = {"color": BLUE, "linewidth": 5, "alpha": 0.75}
+    narrow = {"color": ORANGE, "linewidth": 1.8, "alpha": 1.0}
+    for lines, style in zip(jobs, (wide, narrow), strict=True):
         begin = lines[0]
+        after = "from the beginning"
+        if begin["begins"]:
+            after = f"from step {begin['begins'] + 1} on"
         steps = [line for line in lines if "step" in line]
-        after = f"from step {begin['begins'] + 1} on" if begin["begins"] else "from the beginning"
-        numbers, losses = ([line[key] for line in steps] for key in ("step", "loss"))
-        style = {"color": color, "linewidth": width, "alpha": 0.75 if color == BLUE else 1.0}
+        numbers = [line["step"] for line in steps]
+        losses = [line["loss"] for line in steps]
         axes.plot(numbers, losses, label=f"{begin['ranks']} ranks, {after}", **style)
     first = [line for line in jobs[0] if "step" in line][-1]
     axes.plot(first["step"], first["loss"], "X", color=RED, markersize=10)
@@ -30,7 +34,8 @@ def draw() -> Figure:
     )
     saved = [line["saved"] for lines in jobs for line in lines if "saved" in line]
     low = axes.get_ylim()[0]
-    axes.plot(saved, [low] * len(saved), "^", color=GREEN, label="checkpoint", clip_on=False)
+    lows = [low] * len(saved)
+    axes.plot(saved, lows, "^", color=GREEN, label="checkpoint", clip_on=False)
     axes.set_ylim(low)
     axes.grid(alpha=0.25, color=GREY)
     axes.legend()

@@ -45,16 +45,19 @@ def draw() -> Figure:
 
 def draw_model(axes: Axes, title: str, recorded: dict[str, Any]) -> None:
     """Draw a bar for the median of each contestant, and a point for each round."""
-    rows = {row["training step"]: row for row in recorded["rows"] if not row["wrong"]}
+    right = [row for row in recorded["rows"] if not row["wrong"]]
+    rows = {row["training step"]: row for row in right}
     for place, (names, color) in enumerate(CONTESTANTS.values()):
         ran = [rows[name] for name in names if name in rows]
         if not ran:
             tell(axes, 0, place, "not recorded")
             continue
         fastest = min(ran, key=lambda row: row["ms"])
-        median, steps = 1000 / fastest["ms"], [1000 / ms for ms in fastest["samples"]]
+        median = 1000 / fastest["ms"]
+        steps = [1000 / ms for ms in fastest["samples"]]
         axes.barh(place, median, color=color)
-        axes.plot(steps, [place] * len(steps), "o", color=GREY, mfc="white", markersize=3)
+        places = [place] * len(steps)
+        axes.plot(steps, places, "o", color=GREY, mfc="white", markersize=3)
         tell(axes, max(steps), place, f"{median:.3g}")
     axes.margins(x=0.2)
     axes.set_title(title)

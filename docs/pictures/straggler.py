@@ -18,7 +18,8 @@ def draw() -> Figure:
     sums = (event for event in events if event["name"] == "all_reduce")
     longest = max(sums, key=lambda event: event["dur"])
     late = int(longest["args"]["last to enter"].removeprefix("rank "))
-    begin, end = longest["ts"] - 0.5 * longest["dur"], longest["ts"] + 1.15 * longest["dur"]
+    begin = longest["ts"] - 0.5 * longest["dur"]
+    end = longest["ts"] + 1.15 * longest["dur"]
     made = figure(3.1)
     axes = made.add_subplot(
         title=f"Timeline of 3 ranks: the others wait for rank {late}",
@@ -29,10 +30,15 @@ def draw() -> Figure:
         yticklabels=[f"rank {rank}" for rank in range(3)],
     )
     for name, (label, color) in NAMES.items():
+        of_name = [event for event in events if event["name"] == name]
         for rank in range(3):
-            spans = [event for event in events if (event["name"], event["pid"]) == (name, rank)]
-            bars = [((event["ts"] - begin) / 1e3, event["dur"] / 1e3) for event in spans]
-            axes.broken_barh(bars, (rank - 0.35, 0.7), color=color, label=label if not rank else "")
+            bars = []
+            for event in of_name:
+                if event["pid"] == rank:
+                    left = (event["ts"] - begin) / 1e3
+                    bars.append((left, event["dur"] / 1e3))
+            once = label if rank == 0 else ""  # in the legend
+            axes.broken_barh(bars, (rank - 0.35, 0.7), color=color, label=once)
     middle = (longest["ts"] + longest["dur"] / 2 - begin) / 1e3
     axes.text(middle, late, "does other work", ha="center", va="center")
     made.legend(loc="outside lower center", ncols=len(NAMES))

@@ -17,8 +17,12 @@ from matplotlib.patches import FancyBboxPatch
 HERE = Path(__file__).resolve().parent
 INCHES = 7.4  # the width of a page's text
 # White text on each of them, and each of them on white and on black, has a contrast of 3 or more.
-GREY, BLUE, ORANGE = "#727c88", "#3276c0", "#b8621b"
-GREEN, PURPLE, RED = "#348a5a", "#8a5cc2", "#c8443f"
+GREY = "#727c88"
+BLUE = "#3276c0"
+ORANGE = "#b8621b"
+GREEN = "#348a5a"
+PURPLE = "#8a5cc2"
+RED = "#c8443f"
 
 mpl.rcParams.update(
     {

@@ -46,7 +46,11 @@ WAYS = (
         "python train.py",
     ),
 )
-WIDTH, HEIGHT, CARD, GAP, TOP = 900, 330, 284, 12, 74
+WIDTH = 900
+HEIGHT = 330
+CARD = 284
+GAP = 12
+TOP = 74
 COLORS = ("#0369a1", "#b45309", "#15803d")
 # Its own light ground: readable on light pages and on dark ones.
 STYLE = """
@@ -60,14 +64,17 @@ text { font: 14px system-ui, sans-serif; fill: #1e293b; }
 
 
 def text(x: float, y: float, kind: str, words: str, **attributes: str) -> str:
-    rest = "".join(f' {name}="{value}"' for name, value in attributes.items())
-    return f'<text x="{x}" y="{y}" class="{kind}" xml:space="preserve"{rest}>{escape(words)}</text>'
+    begin = f'<text x="{x}" y="{y}" class="{kind}" xml:space="preserve"'
+    for name, value in attributes.items():
+        begin += f' {name}="{value}"'
+    return f"{begin}>{escape(words)}</text>"
 
 
 def card(left: float, color: str, way: tuple) -> list[str]:
     today, example, change, lines, command = way
     middle = left + CARD / 2
     x = left + 16
+    code = [text(x, TOP + 106 + 18 * row, "code", line) for row, line in enumerate(lines)]
     return [
         f'<path d="M{WIDTH / 2} 44 L{middle} {TOP}" stroke="#94a3b8" stroke-width="1.5"/>',
         f'<rect x="{left}" y="{TOP}" width="{CARD}" height="{HEIGHT - TOP - 12}" rx="8" '
@@ -75,7 +82,7 @@ def card(left: float, color: str, way: tuple) -> list[str]:
         text(x, TOP + 28, "today", today),
         text(x, TOP + 48, "small", example),
         text(x, TOP + 82, "change", change, style=f"fill: {color}"),
-        *(text(x, TOP + 106 + 18 * row, "code", line) for row, line in enumerate(lines)),
+        *code,
         text(x, TOP + 208, "small", "start it by"),
         text(x, TOP + 227, "code", f"mpirun -n 4 {command}", style="font-weight: 600"),
     ]
