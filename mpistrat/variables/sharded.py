@@ -160,9 +160,15 @@ class ShardedVariable(Variable):
         return f" shards={self.variables}"
 
     def _update(self, method: str, operand: Any) -> ShardedVariable:
-        parts: Sequence[Any]
+        parts: list[Any] = []
         if method.startswith("scatter_"):
-            parts = self._slices_of_shards(method, operand)
+            check_is_slices(self.name, operand)
+            positions, owners = self._division.owners(operand.indices, method)
+            for shard, offset in enumerate(self.offsets):
+                # A shard gets an update without rows, too, because all ranks together update a distributed variable.
+                (rows,) = np.nonzero(owners == shard)
+                indices = positions[rows] - offset
+                parts.append(IndexedSlices(operand.values[rows], indices))
         else:
             parts = self._rows_of_shards(operand)
         self._update_shards(method, parts)
@@ -171,17 +177,6 @@ class ShardedVariable(Variable):
     def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
         for variable, operand in zip(self.variables, operands, strict=True):
             variable._update(method, operand)
-
-    def _slices_of_shards(self, method: str, slices: Any) -> list[IndexedSlices]:
-        check_is_slices(self.name, slices)
-        positions, owners = self._division.owners(slices.indices, method)
-        parts = []
-        for shard, offset in enumerate(self.offsets):
-            # A shard gets an update without rows, too, because all ranks together update a distributed variable.
-            (rows,) = np.nonzero(owners == shard)
-            indices = positions[rows] - offset
-            parts.append(IndexedSlices(slices.values[rows], indices))
-        return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
         whole = arrays.detach_read(value)
