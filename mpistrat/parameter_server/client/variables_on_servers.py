@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -157,11 +158,11 @@ class VariablesOnServers(VariableStore):
         self._job = job
         self.partitioner = partitioner
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
-        self._next_key = 0
-        self._next_turn = 0  # counts the arrays that went to the servers in turn
-        self._colocated: Sequence[
-            int
-        ] = []  # servers, inside colocate_vars_with; [] for all in turn
+        # Counted atomically: a program may make variables in several threads.
+        self._keys = itertools.count()
+        self._turns = itertools.count()  # of the arrays that went to the servers in turn
+        # The servers of the other variable, inside colocate_vars_with; empty: all servers in turn.
+        self._colocated: Sequence[int] = []
 
     def create(self, asked: VariableArguments) -> Variable:
         if self._refuses:
@@ -306,13 +307,11 @@ class VariablesOnServers(VariableStore):
 
     def _next_place(self, part: int) -> tuple[int, int]:
         """Return the next server, or inside `colocated` the other variable's server, and the new array's number."""
-        key = self._next_key
-        self._next_key += 1
+        key = next(self._keys)
         servers = self._colocated
         if not servers:
             servers = self._job.servers
-            part = self._next_turn
-            self._next_turn += 1
+            part = next(self._turns)
         return servers[part % len(servers)], key
 
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:

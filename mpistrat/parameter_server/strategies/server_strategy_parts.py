@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class CheckpointsOfJob(CheckpointRole):
         self._job = job
         self._owns = owns
         self._paused = paused
-        self._published = 0  # number of publications, of values and errors, so far
+        self._published = itertools.count()  # atomic: saves may run in threads
 
     @property
     def saves(self) -> bool:
@@ -94,8 +95,7 @@ class CheckpointsOfJob(CheckpointRole):
             tell(f"the job goes on from {path}, with {servers}", "INFO")
 
     def tell_followers(self, what: str, value: Any, error: Exception | None = None) -> None:
-        name = what, self._published
-        self._published += 1
+        name = what, next(self._published)
         self._job.client.publish(name, (value, error))
 
     @contextlib.contextmanager
@@ -108,8 +108,7 @@ class CheckpointsOfJob(CheckpointRole):
             raise
 
     def follow(self, what: str) -> Any:
-        name = what, self._published
-        self._published += 1
+        name = what, next(self._published)
         value, error = self._job.client.await_published(name)
         if error is not None:
             raise error
