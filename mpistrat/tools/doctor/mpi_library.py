@@ -133,12 +133,8 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
     text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}."
     if failure.words:
         text += f" Its last words: {failure.words}"
-    advice = (_fix_end(launch, library, failure), "MPI_Init failed")
-    for cause, fix in OUT_OF.items():
-        if cause in text:
-            advice = (fix, cause)
-            break
-    return problem(text, *advice)
+    causes = ((fix, cause) for cause, fix in OUT_OF.items() if cause in text)
+    return problem(text, *next(causes, (_fix_end(launch, library, failure), "MPI_Init failed")))
 
 
 def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
