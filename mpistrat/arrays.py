@@ -199,7 +199,9 @@ def itemsize_of(dtype: Any) -> int | None:
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
         return dtype.itemsize
-    return known.itemsize if known.kind in "biufcV" else None
+    if known.kind in "biufcV":
+        return known.itemsize
+    return None
 
 
 def num_elements(array: Array) -> int:
@@ -230,7 +232,9 @@ def is_bool(array: Array) -> bool:
 
 def detach(array: Array) -> Array:
     """Return a tensor over the memory of `array` that is detached from autograd; a NumPy or CuPy array itself."""
-    return array.detach() if is_torch(array) else array
+    if is_torch(array):
+        return array.detach()
+    return array
 
 
 def detach_read(value: Any) -> Any:
@@ -246,7 +250,9 @@ def copy(array: Array) -> Array:
         import torch
 
         return array.detach().clone(memory_format=torch.contiguous_format)
-    return np.array(array) if isinstance(array, np.generic) else array.copy()
+    if isinstance(array, np.generic):
+        return np.array(array)
+    return array.copy()
 
 
 def zeros(shape: Sequence[int], like: Array) -> Array:
@@ -262,8 +268,9 @@ def cast(array: Array, dtype: Any) -> Array:
     """
     xp = api.array_namespace(array)
     try:
-        known = getattr(xp, dtype) if isinstance(dtype, str) else dtype
-        return xp.astype(array, known)
+        if isinstance(dtype, str):
+            return xp.astype(array, getattr(xp, dtype))
+        return xp.astype(array, dtype)
     except (AttributeError, TypeError):
         library = "torch" if is_torch(array) else "NumPy"
         raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, the array's library") from None
@@ -419,12 +426,22 @@ def on_one_device(values: Sequence[Array]) -> list[Array]:
     """
     first = values[0]
     if is_torch(first):
-        return [v.to(first.device) if is_torch(v) else v for v in values]
+        moved = []
+        for value in values:
+            if is_torch(value):
+                value = value.to(first.device)
+            moved.append(value)
+        return moved
     if is_cupy(first):
         import cupy
 
+        moved = []
         with first.device:
-            return [cupy.asarray(v) if is_cupy(v) else v for v in values]
+            for value in values:
+                if is_cupy(value):
+                    value = cupy.asarray(value)
+                moved.append(value)
+        return moved
     return list(values)
 
 
@@ -505,7 +522,9 @@ def to_device(array: Array, device: str) -> Array:
         return array
     kind, _, index = device.partition(":")
     if kind == "cpu":
-        return to_host(array) if is_on_xla(array) else array.to("cpu")
+        if is_on_xla(array):
+            return to_host(array)
+        return array.to("cpu")
     if kind in device_kinds and array.device.type == "cpu":
         return device_kinds[kind].put([array], device)[0]
     return array.to(f"{kind}:{index or 0}", non_blocking=True)

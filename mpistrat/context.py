@@ -117,7 +117,9 @@ def make_default_for(name: str) -> None:
 
 def current_mode() -> Mode:
     modes = per_thread.modes
-    return modes[-1] if modes else below_all.mode
+    if modes:
+        return modes[-1]
+    return below_all.mode
 
 
 def get_strategy() -> Any:
@@ -261,7 +263,9 @@ def require_unmixed(strategy: AnyStrategy, call: str) -> None:
     """
     other = per_thread.modes[-1].strategy if per_thread.modes else strategy
     if other is not strategy:
-        another = "another " if repr(other) == repr(strategy) else ""
+        another = ""
+        if repr(other) == repr(strategy):
+            another = "another "
         raise RuntimeError(
             f"{call} was called on {strategy} while {another}{other} is in force; strategies must not "
             "be mixed: leave the other strategy's scope, run or replica() first"
@@ -312,7 +316,9 @@ def current_local_replica() -> int | None:
     if not per_thread.modes:
         return None
     context = per_thread.modes[-1].replica_context
-    return None if context is None else context.local_index
+    if context is None:
+        return None
+    return context.local_index
 
 
 def check_call(call: str, fn: Any, args: Any, kwargs: Any) -> None:

@@ -354,7 +354,9 @@ class Strategy(RankMethods):
         ]
         values = [value_fn(context) for context in contexts]
         extended.given_steps.distributed = True
-        return regroup(values, always_wrap=True) if extended.wraps_values else values[0]
+        if extended.wraps_values:
+            return regroup(values, always_wrap=True)
+        return values[0]
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -490,7 +492,9 @@ class Strategy(RankMethods):
         """
         with cross_replica(self, "prepare"):
             prepared = prepare(self, objects, local_batches)
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+        if len(prepared) == 1:
+            return prepared[0]
+        return tuple(prepared)
 
     def shard(self, values: Any, dim: int = 0) -> Any:
         """Return this replica's contiguous part of each array in `values`.
@@ -578,7 +582,9 @@ def _taken_apart(value: Any) -> tuple[list[Any], str, Callable[[list[Any]], Any]
     The label is "" if `value` is no nest.
     """
     leaves, label, arrange = nest.take_apart(value)
-    return leaves, label if nest.is_structure(value) else "", arrange
+    if not nest.is_structure(value):
+        label = ""
+    return leaves, label, arrange
 
 
 def _check_run_options(options: Any, rank: int) -> None:

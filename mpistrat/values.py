@@ -26,7 +26,9 @@ class ReadsAsArray:
 
     def _read_array(self) -> Any:
         array = arrays.as_array(self._read())
-        return np.asarray(array) if isinstance(array, np.generic) else array
+        if isinstance(array, np.generic):
+            return np.asarray(array)
+        return array
 
     def __dlpack__(self, **how: Any) -> Any:  # for torch.as_tensor, torch.tensor and from_dlpack
         array = self._read_array()
@@ -61,7 +63,9 @@ def call_with_tensors(
     import torch
 
     # torch.compile traces this code, and does not know the names of torch's functions.
-    name = "function" if torch.compiler.is_compiling() else getattr(func, "__name__", repr(func))
+    name = "function"
+    if not torch.compiler.is_compiling():
+        name = getattr(func, "__name__", repr(func))
 
     def refuse(leaf: ReadsAsArray) -> None:
         raise TypeError(
@@ -99,7 +103,8 @@ def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seque
 
     These are the first argument of "add_" and of `inplace=True`, and running statistics and embedding weights.
     """
-    if kwargs.get("inplace") or (name[-1:] == "_" and name[-2:] != "__"):
+    is_in_place = name[-1:] == "_" and name[-2:] != "__"
+    if is_in_place or kwargs.get("inplace"):
         return [*args, *kwargs.values()][:1]
     keyword, positions = _WRITES_BY_KEYWORD.get(name, ("", slice(0)))
     if not kwargs.get(keyword):
@@ -116,14 +121,17 @@ def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
         return fn(argument)
     if isinstance(argument, (list, tuple)):
         children = [_mapped(fn, child) for child in argument]
-        if any(new is not old for new, old in zip(children, argument, strict=True)):
-            return nest.rebuild(argument, children)
+        for new, old in zip(children, argument, strict=True):
+            if new is not old:
+                return nest.rebuild(argument, children)
     return argument
 
 
 def _named(value: ReadsAsArray) -> str:
     name = getattr(value, "name", None)
-    return f"a {type(value).__name__}" if name is None else f"variable {name!r}"
+    if name is None:
+        return f"a {type(value).__name__}"
+    return f"variable {name!r}"
 
 
 def _divmod(value: Any, divisor: Any) -> Any:
@@ -305,14 +313,17 @@ def by_owner(values: Sequence[Any], describe: Callable[[Any], str], owner: str =
         describe: returns the text of one value.
         owner: the word for the owner of a value: "replica" or "rank".
     """
-    numbered = enumerate(values)
-    texts = [f"{owner} {number}: {describe(value)}" for number, value in numbered]
+    texts = []
+    for number, value in enumerate(values):
+        texts.append(f"{owner} {number}: {describe(value)}")
     return ", ".join(texts)
 
 
 def first_component(value: Any) -> Any:
     """Return the first replica's component of a distributed value, or a plain value itself."""
-    return value.values[0] if isinstance(value, DistributedValues) else value
+    if isinstance(value, DistributedValues):
+        return value.values[0]
+    return value
 
 
 class PassedWhole:
