@@ -13,6 +13,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from support import house
+
 PACKAGE = "mpistrat"
 FOLDER = Path(__file__).parents[2] / PACKAGE
 
@@ -57,6 +59,9 @@ LAYERS = (
 )
 
 LONGEST_CHAIN = 18
+# Files of fewer code lines than SMALL that a single file imports, one of their folder: each is an idea of its own.
+SMALL = 60
+SMALL_FILES_OF_ONE_USER = 18
 
 FIRST_USE = f"{PACKAGE}.machine.first_use"
 
@@ -180,6 +185,30 @@ def test_the_longest_chain(running: Imports) -> None:
     text = f"longest chain of imports: {len(longest)} modules\n" + " -> ".join(longest)
     print(text)
     assert len(longest) <= LONGEST_CHAIN, text
+
+
+def test_few_small_files_have_one_user(written: Imports) -> None:
+    users: Imports = {name: set() for name in written}
+    for importer, imported in written.items():
+        for name in imported:
+            users[name].add(importer)
+    small = {module.name for module in house.modules() if house.code_lines(module) < SMALL}
+    found = [
+        name
+        for name, importers in sorted(users.items())
+        if path_of(name) in small
+        if len(importers) == 1 and folder_of(name) == folder_of(*importers)
+    ]
+    assert len(found) <= SMALL_FILES_OF_ONE_USER, found
+
+
+def path_of(module: str) -> str:
+    """The module's path below the package; a folder's `__init__.py` has another."""
+    return module.removeprefix(f"{PACKAGE}.").replace(".", "/") + ".py"
+
+
+def folder_of(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
 def test_nothing_below_the_public_names_imports_them(running: Imports) -> None:
