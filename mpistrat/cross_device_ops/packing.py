@@ -128,8 +128,8 @@ class Packer:
                 if pack.references() == pack.alone:
                     break
             else:
-                tensors = [like[i] for i in group]
-                pack = self._new_pack(tensors, group, communicator, asks)
+                in_pack = [like[i] for i in group]
+                pack = self._new_pack(in_pack, group, communicator, asks)
                 if pack.alone:
                     kept[:] = [pack, *kept][:_PACKS]
             packs.append(pack)

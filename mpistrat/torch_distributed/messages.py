@@ -89,11 +89,11 @@ class Messages:
         """
         self._check(tensor, tag)
         buffer = room_for(tensor)
-        source = rank
-        whom = f"rank {rank}"
-        if rank is None:
-            source = MPI.ANY_SOURCE
-            whom = "any rank"
+        source = MPI.ANY_SOURCE
+        whom = "any rank"
+        if rank is not None:
+            source = rank
+            whom = f"rank {rank}"
         request = self._comm.Irecv([bytes_of(buffer), MPI.BYTE], source, tag)
         self._sent_less_received -= 1
         what = f"recv({describe(tensor)}) from {whom}, tag {tag}"
