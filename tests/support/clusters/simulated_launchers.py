@@ -44,9 +44,9 @@ class Step:
                 nodes += [node] * dealt
                 room[node] -= dealt
         used = sorted(set(nodes))  # a step has no nodes without tasks
-        hosts_of_tasks = tuple(hosts[node] for node in used)
+        used_hosts = tuple(hosts[node] for node in used)
         node_of_task = tuple(used.index(node) for node in nodes)
-        return cls(hosts_of_tasks, node_of_task, distribution)
+        return cls(used_hosts, node_of_task, distribution)
 
     @property
     def size(self) -> int:
