@@ -299,8 +299,7 @@ class Communicator(abc.ABC):
             Traceback (most recent call last):
             OSError: no such file
         """
-        kind = type(error).__name__
-        described = error and (raised_at(error), kind, message_of(error))
+        described = error and (raised_at(error), type(error).__name__, message_of(error))
         errors = self.all_gather_object(described, label="errors")
         if error is not None:
             mark_raised_by_all(error)

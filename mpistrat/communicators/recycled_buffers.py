@@ -64,8 +64,7 @@ class RecycledBuffers:
     def _idle(self, least: int, most: float) -> int | None:
         """Return the index of the first buffer of `least` to `most` bytes that nothing uses; None if there is none."""
         for i in range(len(self._buffers)):
-            nbytes = self._buffers[i].nbytes
-            if least <= nbytes <= most and self._is_idle(i):
+            if least <= self._buffers[i].nbytes <= most and self._is_idle(i):
                 return i
         return None
 

@@ -127,8 +127,7 @@ class Router(Communicator):
     ) -> None:
         if self.takes_device_buffers and is_capturing(sums):
             self.raise_together(refusal("all_reduce_by_tree", self.rank))
-        shape = tuple(sums.shape[1:])
-        words = f"{tree.replicas} replicas", dtype_name(sums), shape
+        words = f"{tree.replicas} replicas", dtype_name(sums), tuple(sums.shape[1:])
         with self._enter("all_reduce_by_tree", *words, *words_of_label(reduction.agreed)):
             operands = Operands(sums, reduction, tree=tree)
             self.transports.choose("all_reduce", operands).all_reduce(operands)
@@ -224,8 +223,7 @@ class Router(Communicator):
     def split(self, color: int, key: int = 0) -> Router:
         with self._enter("split"):
             mpi = self.mpi.split(color, key)
-            number = len(self.contract.parts)
-            name = f"{self.contract.name}/{number}:{color}"
+            name = f"{self.contract.name}/{len(self.contract.parts)}:{color}"
             transports = Transports(mpi)
             watch = None
             if self.transports.of_part is not None:

@@ -45,8 +45,7 @@ def check_alike(values: Sequence[Array]) -> None:
     first = values[0]
     if not arrays.is_torch(first) and first.dtype.kind in "OSUMm":
         raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be reduced")
-    kinds = {(value.shape, value.dtype) for value in values}
-    if len(kinds) > 1:
+    if len({(value.shape, value.dtype) for value in values}) > 1:
         by_replica = by_owner(values, signature)
         raise InvalidArgumentError(
             f"all replicas must pass the same shape and dtype; got {by_replica}"
@@ -117,12 +116,9 @@ def narrowed(
     Raises: InvalidArgumentError, on all ranks, if a sum does not fit. On XLA devices it wraps around instead, because
         reading it would wait for its computation.
     """
-    results = []
     with communicator.raising_together():
-        for total, components in zip(totals, values, strict=True):
-            dtype = _dtype_of(components[0])
-            results.append(_narrowed(total, dtype))
-    return results
+        pairs = zip(totals, values, strict=True)
+        return [_narrowed(total, _dtype_of(components[0])) for total, components in pairs]
 
 
 def _narrowed(total: Any, dtype: Any) -> Any:
@@ -161,8 +157,7 @@ def operand(component: Any) -> Any:
         return component
     if arrays.is_torch(component) and not component.requires_grad:
         return component
-    detached = arrays.detach_read(component)
-    return arrays.as_array(detached)
+    return arrays.as_array(arrays.detach_read(component))
 
 
 @functools.cache
@@ -188,8 +183,7 @@ def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
 def divide(total: Any, count: int) -> Any:
     """Divide a sum over `count` replicas: return their mean."""
     if isinstance(total, IndexedSlices):
-        rows = arrays.true_divide(total.values, count)
-        return dataclasses.replace(total, values=rows)
+        return dataclasses.replace(total, values=arrays.true_divide(total.values, count))
     return arrays.true_divide(total, count)
 
 
@@ -250,9 +244,7 @@ def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -
     kinds = set()
     for value in values:
         sizes = value.shape
-        before = sizes[:axis]
-        after = sizes[axis + 1 :]
-        kinds.add((value.dtype, len(sizes), before, after))
+        kinds.add((value.dtype, len(sizes), sizes[:axis], sizes[axis + 1 :]))
     if len(kinds) > 1:
         got = by_owner(values, signature, owner)
         raise InvalidArgumentError(

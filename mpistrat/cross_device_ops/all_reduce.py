@@ -271,9 +271,7 @@ class MpiAllReduce(CrossDeviceOps):
         else:
             flat, pieces = self._packer.join(like, pack.length, pack.shape)
         if pack.stays:
-            operand = flat
-            if pack.to_numpy:
-                operand = flat.numpy()
+            operand = flat.numpy() if pack.to_numpy else flat
             communicator.all_reduce(operand, pack.reduction)
             return pieces
         host = arrays.to_host(flat)
@@ -332,16 +330,15 @@ class MpiAllReduce(CrossDeviceOps):
         """
         sums: dict[int, Array] = {}
         communicator = self.communicator
+        first, *others = contributions
         own_packs: list[packing.Pack] = []
         if len(indices) == len(contributions) == 1:
             own_packs = packing.pack_of_itself(like, indices, contributions)
         for pack in own_packs or packer.packs(like, indices, communicator):
-            for replica, gradients in enumerate(contributions):
-                some = list(map(gradients.__getitem__, pack.indices))
-                if replica > 0:
-                    packing.add(pack.pieces, some)
-                elif not own_packs:
-                    packing.fill(pack.pieces, some)
+            if not own_packs:
+                packing.fill(pack.pieces, list(map(first.__getitem__, pack.indices)))
+            for gradients in others:
+                packing.add(pack.pieces, list(map(gradients.__getitem__, pack.indices)))
             stays = pack.flat.is_cpu or communicator.takes_device_buffers
             operand = pack.operand if stays else arrays.to_host(pack.flat)
             communicator.all_reduce(operand, reduction_of(pack.indices), follows=True)
@@ -385,9 +382,7 @@ class MpiAllReduce(CrossDeviceOps):
         """
         with self.communicator.raising_together():
             front = accumulation.check_joinable(values, axis)
-            local = values[0]
-            if len(values) > 1:
-                local = arrays.concatenate(values, front)
+            local = arrays.concatenate(values, front) if len(values) > 1 else values[0]
             communicator = self.communicator.by(implementation_of(options))
         stays = communicator.takes_device_buffers and arrays.is_on_accelerator(local)
         operand = arrays.copy(local) if stays else arrays.to_host(local)
@@ -402,26 +397,25 @@ class MpiAllReduce(CrossDeviceOps):
 def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
     """Return the components, and their dtypes and shapes, of values that need no preparation.
 
-    Such values have one component each: a NumPy array, or a host tensor that needs no gradient. `MpiAllReduce` keeps
-    its packs under their dtypes and shapes.
+    Such values have one component each: NumPy arrays only, or only host tensors that need no gradients. `MpiAllReduce`
+    keeps its packs under their dtypes and shapes.
 
     Returns: [] and None if any value is of another kind.
     """
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    firsts = []
-    kinds = []
-    for components in values:
-        if len(components) != 1:
-            return [], None
-        first = components[0]
-        is_plain = first.__class__ is np.ndarray
-        if first.__class__ is tensor:
-            is_plain = first.is_cpu and not first.requires_grad
-        if not is_plain:
-            return [], None
-        firsts.append(first)
-        kinds.append((first.dtype, first.shape))
-    return firsts, tuple(kinds)
+    if len(values) == 1 and len(values[0]) == 1:
+        (first,) = values[0]  # not in a loop: loops take as long as a small sum
+        is_plain_tensor = first.__class__ is tensor and first.is_cpu and not first.requires_grad
+        if is_plain_tensor or first.__class__ is np.ndarray:
+            return [first], (first.dtype, first.shape)
+        return [], None
+    firsts = [components[0] for components in values if len(components) == 1]
+    classes = {first.__class__ for first in firsts}
+    if len(firsts) < len(values) or classes not in ({tensor}, {np.ndarray}):
+        return [], None
+    if tensor in classes and not all(first.is_cpu and not first.requires_grad for first in firsts):
+        return [], None
+    return firsts, tuple([(first.dtype, first.shape) for first in firsts])
 
 
 def _pack_of(
@@ -438,9 +432,7 @@ def _pack_of(
     first = like[0]
     on_device = arrays.is_on_accelerator(first)
     stays = not on_device or communicator.takes_device_buffers
-    shape = None
-    if len({array.shape for array in like}) == 1:
-        shape = first.shape
+    shape = first.shape if len({array.shape for array in like}) == 1 else None
     return _ArrayPack(
         group,
         reducing(op, packing.name_of(name, like)),

@@ -42,10 +42,7 @@ class _PackedAllReduce(ReductionToOneDevice):
         options: CommunicationOptions,
     ) -> list[Any]:
         pairs = value_destination_pairs
-        dense = []
-        for i, (value, _) in enumerate(pairs):
-            if self._can_pack(value, pairs[0][0]):
-                dense.append(i)
+        dense = [i for i, (value, _) in enumerate(pairs) if self._can_pack(value, pairs[0][0])]
         if self.num_packs == 0 or len(dense) < 2:
             return super().batch_reduce_implementation(reduce_op, pairs, options)
         rows = [pairs[i][0].values for i in dense]
@@ -54,8 +51,7 @@ class _PackedAllReduce(ReductionToOneDevice):
         columns = list(zip(*rows, strict=True))
         packs = [packing.concat_and_split(column, self.num_packs) for column in columns]
         reduced = [self.combine(reduce_op, pieces) for pieces in zip(*packs, strict=True)]
-        flat = arrays.concatenate(reduced)
-        unpacked = packing.unpack(flat, columns[0])
+        unpacked = packing.unpack(arrays.concatenate(reduced), columns[0])
         totals = dict(zip(dense, unpacked, strict=True))
         results = []
         for i, (value, where) in enumerate(pairs):
@@ -93,10 +89,9 @@ class NcclAllReduce(_PackedAllReduce):
     between_ranks = CommunicationImplementation.NCCL
 
     def add(self, values: Sequence[Any]) -> Any:
-        devices = set()
-        for value in values:
-            if arrays.is_torch(value) and value.is_cuda:
-                devices.add(value.get_device())
+        devices = {
+            value.get_device() for value in values if arrays.is_torch(value) and value.is_cuda
+        }
         if len(devices) < len(values):
             return super().add(values)
         from torch.nn.parallel import comm

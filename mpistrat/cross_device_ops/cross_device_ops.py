@@ -88,15 +88,11 @@ def _moved_to(destination: Any, tensor: Any) -> Any:
 
 def components_of(value: Any) -> tuple[Any, ...]:
     """Return the components of a distributed value, or any other value as the only component, without autograd."""
-    components = (value,)
-    if isinstance(value, DistributedValues):
-        components = value.values
-    operands = []
-    for component in components:
-        if not isinstance(component, IndexedSlices):
-            component = arrays.as_operand(arrays.detach_read(component))
-        operands.append(component)
-    return tuple(operands)
+    components = value.values if isinstance(value, DistributedValues) else (value,)
+    return tuple(
+        c if isinstance(c, IndexedSlices) else arrays.as_operand(arrays.detach_read(c))
+        for c in components
+    )
 
 
 class CrossDeviceOps:
@@ -174,10 +170,10 @@ class CrossDeviceOps:
         with self._checks():
             self._check_op(reduce_op)
             check_pairs(value_destination_pairs)
-            checked = []
-            for value, destinations in value_destination_pairs:
-                operand = PerReplica(components_of(value))
-                checked.append((operand, destinations))
+            checked = [
+                (PerReplica(components_of(value)), where)
+                for value, where in value_destination_pairs
+            ]
             options = check_options(options)
         if not checked:
             return []
@@ -211,8 +207,7 @@ class CrossDeviceOps:
         with self._checks():
             check_destinations(destinations)
             accumulation.check_no_slices(per_replica_value)
-            components = components_of(per_replica_value)
-            value = PerReplica([accumulation.as_dense(component) for component in components])
+            value = PerReplica([accumulation.as_dense(c) for c in components_of(per_replica_value)])
             options = check_options(options)
         return self.gather_implementation(value, destinations, axis, options)
 
@@ -262,7 +257,7 @@ class CrossDeviceOps:
 
     def _check_op(self, reduce_op: Any) -> None:
         if reduce_op not in self.reduce_ops:
-            expected = ", ".join(str(op) for op in self.reduce_ops)
+            expected = ", ".join(map(str, self.reduce_ops))
             raise ValueError(
                 f"{type(self).__name__} takes as reduce_op one of {expected}; got {reduce_op!r:.60}"
             )

@@ -131,8 +131,7 @@ class OrderedAllReduce(MpiAllReduce):
         """Gather one value of all replicas, and return their product, multiplied in replica order. Collective."""
         with self.communicator.raising_together():
             factors = extrema.operands(ReduceOp.PRODUCT, components)
-        rows = [factor[None] for factor in factors]
-        gathered = self.all_gather(rows, 0, name, options)
+        gathered = self.all_gather([factor[None] for factor in factors], 0, name, options)
         return extrema.product(gathered)
 
     def _sum(
@@ -160,17 +159,14 @@ class OrderedAllReduce(MpiAllReduce):
         first = sum(counted[: self.communicator.rank])
         of_rank = tree_of_replicas(sum(counted), first, first + len(values))
         tree = tree_of_ranks(counted)
-        length = sum(arrays.num_elements(value) for value in like)
+        length = sum(map(arrays.num_elements, like))
         # If any rank has several replicas, 16-bit floats are summed as float32, and rounded once, at the end.
         short = arrays.dtype_name(like[0]).startswith(SUMMED_AS_FLOAT32)
         widens = short and max(counted) > 1
-        dtype = like[0].dtype
-        if widens:
-            dtype = arrays.dtype_like("float32", like[0])
-        if not tree.one_each:
-            window = NO_MEMORY
+        summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
+        within = window if tree.one_each else NO_MEMORY
         rows = len(of_rank.left)
-        sums = packer.memory(rows * length, like[0], dtype, window)
+        sums = packer.memory(rows * length, like[0], summed, within)
         sums = sums.reshape(rows, length)
         _add_up(of_rank, sums, packer, like, values, cut)
         host = arrays.to_host(sums)
@@ -241,6 +237,4 @@ def _first_of_rounded(components: Sequence[Any]) -> Array | None:
     accumulation.check_summable(components)
     first = components[0]
     is_rounded = arrays.is_floating(first) or arrays.dtype_name(first).startswith("complex")
-    if is_rounded:
-        return first
-    return None
+    return first if is_rounded else None

@@ -26,6 +26,7 @@ from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
 from mpistrat.communicators.recycled_buffers import SMALLEST, RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
 
+_NEEDS_GRAD = operator.attrgetter("requires_grad")
 LAYOUT = operator.attrgetter("dtype", "device", "shape")
 # Programs may reduce different parameters in turn, such as a generator's and a discriminator's, so a packer keeps the
 # last _TURNS plans. A plan keeps _PACKS packs for each group of tensors, because a program that accumulates gradients
@@ -57,16 +58,18 @@ class Pack:
     def references(self) -> Any:
         """Return how many references Python and torch have to the memory and to each piece.
 
-        Returns: a list of these counts, the addresses of the memory and of the pieces, and whether each piece needs
+        Returns: a tuple of these counts, the addresses of the memory and of the pieces, and whether each piece needs
             gradients. If it equals `alone`, nobody uses the pack, and nobody has changed its pieces.
         """
+        torch = sys.modules["torch"]
         storage = self.flat.untyped_storage()
-        in_torch = sys.modules["torch"]._C._storage_Use_Count(storage._cdata)
-        found = [in_torch, sys.getrefcount(storage), self.flat.data_ptr()]
-        for piece in self.pieces:
-            found += (sys.getrefcount(piece), piece._use_count())
-            found += (piece.data_ptr(), piece.requires_grad)
-        return found
+        of_memory = torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+        # Maps of C functions: a loop in Python would take twice as long, for each kept pack in each reduction.
+        in_python = list(map(sys.getrefcount, self.pieces))
+        in_torch = list(map(torch.Tensor._use_count, self.pieces))
+        addresses = [self.flat.data_ptr(), *map(torch.Tensor.data_ptr, self.pieces)]
+        need_gradients = list(map(_NEEDS_GRAD, self.pieces))
+        return of_memory, in_python, in_torch, addresses, need_gradients
 
 
 class PackPlan(NamedTuple):
@@ -128,8 +131,7 @@ class Packer:
                 if pack.references() == pack.alone:
                     break
             else:
-                in_pack = [like[i] for i in group]
-                pack = self._new_pack(in_pack, group, communicator, asks)
+                pack = self._new_pack([like[i] for i in group], group, communicator, asks)
                 if pack.alone:
                     kept[:] = [pack, *kept][:_PACKS]
             packs.append(pack)
@@ -223,18 +225,14 @@ def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPl
         return sum([like[i].nbytes for i in group])
 
     # The largest pack comes first: all other packs then lie in the window that it asks for.
-    groups = sorted(alike(like, indices), key=nbytes, reverse=True)
-    return PackPlan(key, [(group, []) for group in groups])
+    by_size = sorted(alike(like, indices), key=nbytes, reverse=True)
+    return PackPlan(key, [(group, []) for group in by_size])
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
     """Return the dtypes, devices, shapes and strides of tensors, to compare: equal lists have equal packs."""
-    kinds = []
-    strides = []
-    for tensor in tensors:
-        kinds.append(LAYOUT(tensor))
-        strides.append(tensor.stride())
-    return kinds + strides
+    some = list(tensors)
+    return [LAYOUT(tensor) for tensor in some] + [tensor.stride() for tensor in some]
 
 
 def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
@@ -246,10 +244,10 @@ def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
     dtypes = {tensor.dtype for tensor in some}
     if len(dtypes) == 1 and _are_on_host(some):
         return [list(indices)]
-    groups = collections.defaultdict(list)
+    found = collections.defaultdict(list)
     for i, tensor in zip(indices, some, strict=True):
-        groups[tensor.dtype, _device_of(tensor)].append(i)
-    return list(groups.values())
+        found[tensor.dtype, _device_of(tensor)].append(i)
+    return list(found.values())
 
 
 def _are_on_host(values: Sequence[Any]) -> bool:
@@ -273,18 +271,18 @@ def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Arr
     Args: bytes_per_pack: a group ends once its bytes exceed this, so the array that exceeds it is in the group; 0 is no
         limit.
     """
-    groups = []
+    cut = []
     group: list[Array] = []
     limit = bytes_per_pack or sys.maxsize
     filled = math.inf  # the first value begins a group
     for value in values:
         if filled > limit or value.dtype != group[0].dtype:
             group = []
-            groups.append(group)
+            cut.append(group)
             filled = 0
         group.append(value)
         filled += arrays.num_elements(value) * arrays.itemsize(value)
-    return groups
+    return cut
 
 
 def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
@@ -399,20 +397,16 @@ def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
     """Copy each of `values` into its piece; None fills the piece with zeros, a sparse tensor becomes dense."""
     if pieces[0].__class__ is np.ndarray:
         for piece, value in zip(pieces, values, strict=True):
-            if value is None:
-                value = 0
-            piece[...] = value
+            piece[...] = 0 if value is None else value
         return
     targets = []
     sources = []
     for piece, value in zip(pieces, values, strict=True):
         if value is None:
             piece.zero_()
-            continue
-        if value.is_sparse:
-            value = value.to_dense()
-        targets.append(piece)
-        sources.append(value)
+        else:
+            targets.append(piece)
+            sources.append(value.to_dense() if value.is_sparse else value)
     if targets:
         sys.modules["torch"]._foreach_copy_(targets, sources)
 
@@ -431,6 +425,10 @@ def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped")
             piece += 0
 
 
+# The types of values that share no pack.
+_WITHOUT = frozenset([IndexedSlices, type(None)])
+
+
 def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
     """Return for each pack the indices of its `values`: arrays of one dtype and device.
 
@@ -438,10 +436,7 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
 
     Args: bytes_per_pack: a pack ends once it has more than this many bytes; 0 is no limit.
     """
-    dense = []
-    for i, value in enumerate(values):
-        if value is not None and not isinstance(value, IndexedSlices):
-            dense.append(i)
+    dense = [i for i, value in enumerate(values) if type(value) not in _WITHOUT]
     if len(dense) == 1:
         return [dense]
     found = alike(values, dense)
@@ -461,8 +456,7 @@ def name_of(name: str, like: Sequence[Array]) -> str:
     """Return the label of a pack: `name`, and for several arrays also their shapes."""
     if len(like) == 1:
         return name
-    shapes = tuple([array.shape for array in like])
-    return _with_shapes(name, shapes)
+    return _with_shapes(name, tuple([array.shape for array in like]))
 
 
 @functools.lru_cache(maxsize=1024)

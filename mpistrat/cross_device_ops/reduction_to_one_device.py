@@ -51,9 +51,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> Any:
         values = per_replica_value.values
-        total = values[0]
-        if len(values) > 1:
-            total = self.combine(reduce_op, values)
+        total = values[0] if len(values) == 1 else self.combine(reduce_op, values)
         return place(total, destinations)
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:

@@ -36,8 +36,7 @@ class _TextsOfCall(dict[_Site, _Text]):
         if len(self) == _MOST_SITES:
             self.clear()
         file, function, line = site
-        place = f"{file}:{line} in {function}"
-        text, call_bytes = text_of(describe(self._words), place)
+        text, call_bytes = text_of(describe(self._words), f"{file}:{line} in {function}")
         line_hash = zlib.crc32(text[call_bytes:]) % (1 << LINE_BITS)
         self[site] = text, call_bytes, line_hash << DIGEST_BITS | self._digest
         return self[site]
@@ -81,8 +80,7 @@ def describe(words: tuple[Any, ...]) -> str:
         return f"raised {message}"
     if f"{operation}()" in rest:  # the user's call has no operands
         return f"{operation}()"
-    of_mean = any(str(word).startswith(("MEAN", "SUM of mean ")) for word in rest)
-    if of_mean and rest[0] == "sum":
+    if rest[:1] == ["sum"] and any(str(w).startswith(("MEAN", "SUM of mean ")) for w in rest):
         rest[0] = "mean"  # the user asked for a mean: a sum that each rank divides
     listed = ", ".join(str(part) for part in rest if part != "")
     return f"{operation}({listed})"
@@ -102,9 +100,7 @@ def mismatch(calls: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveM
     raised = ""
     for (words, site), same in itertools.groupby(calls):
         end = start + len(list(same))
-        ranks = f"rank {start}"
-        if end > start + 1:
-            ranks = f"ranks {start}-{end - 1}"
+        ranks = f"rank {start}" if end == start + 1 else f"ranks {start}-{end - 1}"
         lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
         if words[0] == "raise":
             _, kind, message = words

@@ -59,8 +59,7 @@ class CollectiveSpans:
             self._timeline.add_collective(kind, self._entered, self._together, left, number)
 
     def _new_kind(self, signature: CallSignature, file: str, function: str, line: int) -> int:
-        place = f"{file}:{line} in {function}"
-        facts: dict[str, Any] = {"call": str(signature), "at": place}
+        facts: dict[str, Any] = {"call": str(signature), "at": f"{file}:{line} in {function}"}
         nbytes = _bytes_of(signature.words)
         if nbytes is not None:
             facts["bytes"] = nbytes

@@ -67,8 +67,7 @@ def distance_on_node(world: MPI.Intracomm) -> float:
     from mpi4py import MPI  # here, because the import starts MPI
 
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    nbytes = Blocks.NBYTES + NBYTES
-    segments, _ = share(nbytes, node.rank, node.allgather, populate=True)
+    segments, _ = share(Blocks.NBYTES + NBYTES, node.rank, node.allgather, populate=True)
     far = 0.0
     if segments is not None and node.size > 1:
         meet = Blocks(segments, node.rank, CommunicatorWatch()).tick

@@ -6,6 +6,7 @@ time is in seconds, and of the slowest rank. The costs stay the same while a job
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -133,10 +134,8 @@ class Costs:
 
     def explain(self) -> str:
         """Return a line of text for each route, and a line that says where the costs come from."""
-        text = ""
-        for way, cost in self.routes.items():
-            text += f"    {way}: {cost}\n"
-        return f"{text}    {self.origin}"
+        lines = [f"    {way}: {cost}" for way, cost in self.routes.items()]
+        return "\n".join([*lines, f"    {self.origin}"])
 
     def explain_from(self, *borders: float) -> str:
         """Return text for people: the sizes for a route, and the costs.
@@ -148,10 +147,9 @@ class Costs:
             return "once something large has been combined"
         starts = [f"from {border:.0f}" for border in borders[::2] if border < math.inf]
         ends = [f"to {border:.0f} bytes" for border in borders[1::2]]
-        ends.append("bytes on")
-        ranges = [f"{start} {end}" for start, end in zip(starts, ends, strict=False)]
-        taken = " and ".join(ranges) or "never"
-        return f"{taken}; of S bytes an all-reduce takes\n{self.explain()}"
+        pairs = itertools.zip_longest(starts, ends, fillvalue="bytes on")
+        ranges = " and ".join(f"{start} {end}" for start, end in pairs)
+        return f"{ranges or 'never'}; of S bytes an all-reduce takes\n{self.explain()}"
 
 
 NOT_MEASURED = Costs()
@@ -310,19 +308,17 @@ def measure(
     distances = []
     for number in range(1 + ROUNDS):
         turns = list(enumerate(routes.items()))[:: (-1) ** number]
-        least = []
+        least: list[np.ndarray] = []
+        rounds.append(least)
         for size, buffer in enumerate(buffers):
-            if spent >= seconds:
-                break
-            before = [earlier[size] for earlier in rounds]
+            before = [earlier[size] for earlier in rounds[:-1]]
             calls = _calls(buffer.nbytes, before)
             took = np.empty((calls, len(routes)))
-            for i, (name, route) in turns:
-                for call in range(calls):
-                    took[call, i], on_core = _timed(route, buffer, communicator)
-                    if name not in asleep:
-                        awake += took[call, i]
-                        ran += on_core
+            for (i, (name, route)), call in itertools.product(turns, range(calls)):
+                took[call, i], on_core = _timed(route, buffer, communicator)
+                if name not in asleep:
+                    awake += took[call, i]
+                    ran += on_core
             apart = distance()
             elapsed = time.perf_counter() - started
             slowest = np.append(took, [apart, elapsed])
@@ -331,10 +327,11 @@ def measure(
             least.append(times.min(axis=0, initial=math.inf))
             distances.append(slowest[-2])
             spent = slowest[-1]
-        rounds.append(least)
-    share = np.array(1.0)
-    if awake:
-        share[...] = ran / awake
+            if spent >= seconds:
+                break
+        if spent >= seconds:
+            break
+    share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
     stayed = are_near(here, float(np.median(distances)))
     return Measured(_times_of(rounds, len(buffers)), float(share), stayed)
@@ -361,14 +358,14 @@ def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
 
     Args:
         rounds: for each round and size, an array with a time for each route; infinity for a route that was not called.
-            At least two rounds; where time ran out, a round lacks the larger sizes, or all.
+            Where time ran out, the last round lacks the larger sizes.
         sizes: number of buffers.
     """
     first, *later = rounds
     whole = [times for times in later if len(times) == sizes]
     if whole:
         return np.array(whole)
-    warm = later[0]
+    warm = later[0] if later else []
     cold = first[len(warm) :]
     return np.array([[*warm, *cold]])
 

@@ -50,9 +50,7 @@ class Cost:
         return later / gain
 
     def __str__(self) -> str:
-        speed = ""
-        if self.beta:
-            speed = f" ({1e-9 / self.beta:.3g} GB/s)"
+        speed = f" ({1e-9 / self.beta:.3g} GB/s)" if self.beta else ""
         microseconds = self.alpha * 1e6
         nanoseconds = self.beta * 1e9
         percent = 100 * self.error

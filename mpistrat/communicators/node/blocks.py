@@ -183,9 +183,9 @@ class Blocks(Exchange):
                 if i > 0 and start < end:
                     part = source[start : min(start + width, end)]
                     own = how.view(part)
-                    own_place = slice(place, place + len(part))
+                    own_part = slice(place, place + len(part))
                     slots = self._slots[(self._ticks - 1) % _SLOTS]
-                    pieces = [how.view(slot[own_place]) for slot in slots]
+                    pieces = [how.view(slot[own_part]) for slot in slots]
                     pieces[self.rank] = own
                     begin = (i - 1) * width // how.itemsize
                     total = out[..., begin : begin + len(own)]
@@ -263,8 +263,8 @@ class Blocks(Exchange):
         """
         target = parts[self.rank]
         lies_there = address_of(part) == address_of(target)
+        longest = max(len(each) for each in parts)
         with self.unbroken:
-            longest = max(len(each) for each in parts)
             for start in range(0, longest, _STEP):
                 slots = self._slots[self._ticks % _SLOTS]
                 here = slice(start, start + _STEP)

@@ -247,16 +247,13 @@ class CommonMemory:
         out = how.view(self.shared[first:end])
         before = how.view(view.memory[first:end])
         chunk = _CHUNK // how.itemsize
-        firsts = range(0, len(out), chunk)
-        chunks = [slice(start, start + chunk) for start in firsts]
+        chunks = [slice(start, start + chunk) for start in range(0, len(out), chunk)]
         if self._across is None:
             # A page that the view has not written shows the copy, so a sum written to `out` would overwrite `before`.
-            memory = np.empty(min(_CHUNK, end - first), np.uint8)
-            sums = how.view(memory)
+            sums = how.view(np.empty(min(_CHUNK, end - first), np.uint8))
             for here in chunks:
-                target = total = out[here]
-                if part.added:
-                    total = sums[: len(target)]
+                target = out[here]
+                total = sums[: len(target)] if part.added else target
                 how.combine([piece[here] for piece in pieces], total, factor)
                 if part.added:
                     how.combine([before[here], total], target, None)

@@ -104,8 +104,7 @@ class CheckedMemory(NodeMemory):
     def common_memory(
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
-        word = "summed" if summed else ""
-        with self._enter("common_memory", nbytes, word):
+        with self._enter("common_memory", nbytes, "summed" if summed else ""):
             return self._memory.common_memory(nbytes, summed=summed)
 
     def sum_into(

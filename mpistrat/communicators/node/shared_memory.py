@@ -14,7 +14,7 @@ import os
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,12 +61,7 @@ def share(
         files = all_gather_object((os.getpid(), descriptor, why))
         if not first_failure(failure for *_, failure in files):
             try:
-                for peer, (pid, number, _) in enumerate(files):
-                    if peer == rank:
-                        segment = mapped(descriptor, nbytes, counted=nbytes)
-                    else:
-                        segment = _opened(f"/proc/{pid}/fd/{number}", nbytes)
-                    segments.append(segment)
+                segments = _all_mapped(files, rank, nbytes)
             except (OSError, ValueError) as error:
                 why = f"rank {rank} could not map the shared memory of another rank: {error}"
         # All ranks have opened the other ranks' files by now, so each may close its own.
@@ -77,6 +72,21 @@ def share(
     if failure:
         return None, failure
     return segments, ""
+
+
+def _all_mapped(files: Sequence[tuple[int, int, str]], rank: int, nbytes: int) -> list[np.ndarray]:
+    """Map the segments of all ranks, in rank order.
+
+    Args: files: for each rank, its process id, its segment's open descriptor, and "".
+    """
+    segments = []
+    for peer, (pid, descriptor, _) in enumerate(files):
+        if peer == rank:
+            segment = mapped(descriptor, nbytes, counted=nbytes)
+        else:
+            segment = _opened(f"/proc/{pid}/fd/{descriptor}", nbytes)
+        segments.append(segment)
+    return segments
 
 
 def new_file(nbytes: int, rank: int, *, populate: bool) -> tuple[int, str]:

@@ -46,6 +46,9 @@ class SharedSlots:
         self._segments = segments
         self.rank = rank
         self.size = len(segments)
+        first = _bytes_of_numbers(self.size)
+        self._bytes = self._places(lambda slot: slot[first:])
+        self._numbers: dict[int, Places[memoryview]] = {}
 
     @staticmethod
     def nbytes_for(ranks: int) -> int:
@@ -54,15 +57,17 @@ class SharedSlots:
 
     def bytes(self, nbytes: int) -> Places[np.ndarray]:
         """Return, for even and for odd calls, the memory of each rank's buffer of `nbytes` bytes, at most LARGEST."""
-        first = _bytes_of_numbers(self.size)
-        return self._places(lambda slot: slot[first : first + nbytes])
+        even, odd = ([place[:nbytes] for place in places] for places in self._bytes)
+        return even, odd
 
     def numbers(self, count: int) -> Places[memoryview]:
         """Return, for even and for odd calls, the memory of each rank's `count` 64-bit numbers.
 
         Args: count: at most 64, or 1 + the number of ranks if that is more.
         """
-        return self._places(lambda slot: slot[: 8 * count].data.cast("q"))
+        if count not in self._numbers:
+            self._numbers[count] = self._places(lambda slot: slot[: 8 * count].data.cast("q"))
+        return self._numbers[count]
 
     def _places(self, place_in: Callable[[np.ndarray], _T]) -> Places[_T]:
         length = _bytes_of_numbers(self.size) + LARGEST

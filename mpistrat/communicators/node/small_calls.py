@@ -179,12 +179,10 @@ class SmallAllGather(_Sized):
         shapes = [place.tolist() for place in self._numbers[odd]]
         lengths = [math.prod(shape) * self._dtype.itemsize for shape in shapes]
         if max(lengths) > LARGEST:
-            rows = [shape or (1,) for shape in shapes]
-            operands.shapes = np.array(rows, np.int64)
+            operands.shapes = np.array([shape or (1,) for shape in shapes], np.int64)
             return TOO_LARGE
         parts = []
-        memories = self._bytes[odd]
-        for memory, length, shape in zip(memories, lengths, shapes, strict=True):
+        for memory, length, shape in zip(self._bytes[odd], lengths, shapes, strict=True):
             part = memory[:length].copy().view(self._dtype).reshape(shape)
             parts.append(as_buffer_of(operands.buffer, part))
         return parts
@@ -210,11 +208,10 @@ class SmallAllToAll(_Sized):
         if max([starts[-1] for starts in of_ranks]) * row > LARGEST:
             operands.starts = [starts.tolist() for starts in of_ranks]
             return TOO_LARGE
-        pieces = []
-        for starts, memory in zip(of_ranks, self._bytes[odd], strict=True):
-            first = starts[rank] * row
-            end = starts[rank + 1] * row
-            pieces.append(memory[first:end])
+        pieces = [
+            memory[starts[rank] * row : starts[rank + 1] * row]
+            for starts, memory in zip(of_ranks, self._bytes[odd], strict=True)
+        ]
         out = operands.target
         if sum(map(len, pieces)) == len(out):  # otherwise the caller raises an error
             np.concatenate(pieces, out=out)
@@ -240,9 +237,7 @@ def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall |
         move bytes) then executes the call.
     """
     if call not in ("all_gather", "all_to_all"):  # in these, the ranks' sizes may differ
-        largest = LARGEST
-        if call in ("all_reduce", "reduce"):
-            largest = largest_combined(slots.size)
+        largest = largest_combined(slots.size) if call in ("all_reduce", "reduce") else LARGEST
         if operands.buffer.nbytes > largest:
             return None
         combines = call in ("all_reduce", "reduce", "reduce_scatter")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextvars
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,13 +122,8 @@ def share_of(
     """
     senders = senders or ranks
     elements = nbytes // itemsize
-    bounds = []
-    first = 0
-    for number in range(1, ranks + 1):
-        end = elements * min(number, senders) // senders * itemsize
-        bounds.append((first, end))
-        first = end
-    return bounds
+    cuts = [elements * min(i, senders) // senders * itemsize for i in range(ranks + 1)]
+    return list(itertools.pairwise(cuts))
 
 
 class _Quiet(threading.local):

@@ -41,7 +41,7 @@ class ReductionTree:
         self.replicas = replicas
         self.held = tuple(tuple(parts) for parts in held)
         self.additions: list[tuple[int, int]] = []
-        flat: tuple[range, ...] = sum(self.held, ())
+        flat = [part for parts in self.held for part in parts]
         # Finished subtrees and their positions; each waits for its right neighbour.
         sums: list[tuple[range, int]] = []
         for position in sorted(range(len(flat)), key=lambda i: flat[i].start):
@@ -124,17 +124,14 @@ class TreeSum(Arithmetic):
     def totals(self, elements: int) -> Any:
         left = len(self._tree.left)
         totals = self._pairwise.totals(left * elements)
-        if left == 1:
-            return totals
-        return totals.reshape(left, elements)
+        return totals if left == 1 else totals.reshape(left, elements)
 
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         outs = [out] if len(self._tree.left) == 1 else list(out)
         step = _CHUNK // self.itemsize
         for start in range(0, len(pieces[0]), step):
             chunk = slice(start, start + step)
-            values = [piece[chunk] for piece in pieces]
-            self._combine(values, [out[chunk] for out in outs], scale)
+            self._combine([piece[chunk] for piece in pieces], [out[chunk] for out in outs], scale)
 
     def _combine(self, values: list[Any], outs: list[Any], scale: float | None) -> None:
         """Combine one chunk of the pieces `values` into `outs`, an array for each sum that remains.
@@ -182,6 +179,4 @@ def how_to_combine(dtype: Any, op: str, tree: ReductionTree | None = None) -> Ar
 
     Raises: TypeError if elements of `dtype` cannot be combined by `op`.
     """
-    if tree is None:
-        return arithmetic_of(dtype, op)
-    return tree_sum_of(dtype, tree)
+    return arithmetic_of(dtype, op) if tree is None else tree_sum_of(dtype, tree)

@@ -138,9 +138,7 @@ class HierarchicalTransport(Transport, NodeMemory):
     def common_memory(
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
-        across = None
-        if self.across is not None:
-            across = self.across.all_reduce
+        across = None if self.across is None else self.across.all_reduce
         memory, why = self.node.common_memory(
             nbytes, summed=summed, senders=self.senders, across=across
         )

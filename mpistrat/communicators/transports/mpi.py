@@ -146,9 +146,8 @@ class MpiTransport(Transport):
         buffer = operands.buffer
         out = operands.target
         parts_with_own(buffer, out, self.rank, self.size)
-        length = num_elements(buffer)
         with _elements_of(itemsize(buffer)) as element:
-            self.comm.Allgather(MPI.IN_PLACE, [bytes_of(out), length, element])
+            self.comm.Allgather(MPI.IN_PLACE, [bytes_of(out), num_elements(buffer), element])
 
     def all_to_all(self, operands: Operands) -> None:
         if not operands.row_bytes:

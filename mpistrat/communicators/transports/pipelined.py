@@ -41,7 +41,9 @@ MPI_ALONE = "MPI"
 _TAG = 2
 
 _Requests = Sequence[MPI.Request]
-_Arrival = tuple[_Requests, list[np.ndarray], slice]  # as `PipelinedTransport._scatter` returns it
+_Arrival = tuple[
+    _Requests, list[np.ndarray], slice
+]  # requests, parts and the piece that they are of
 
 
 class PipelinedTransport(Transport):
@@ -119,7 +121,7 @@ class PipelinedTransport(Transport):
                 while waiting or arriving:
                     while waiting and len(arriving) < _ON_THEIR_WAY:
                         piece = waiting.popleft()
-                        arriving.append(self._scatter(how, source, piece))
+                        arriving.append((*self._scatter(how, source[piece]), piece))
                     requests, parts, piece = arriving[0]
                     self._wait(requests)
                     arriving.popleft()
@@ -139,20 +141,18 @@ class PipelinedTransport(Transport):
                     self.left.extend(requests)
                 raise
 
-    def _scatter(self, how: Arithmetic, source: np.ndarray, piece: slice) -> _Arrival:
-        """Begin to send every rank its part of `source[piece]`, and to receive this rank's part from all ranks.
+    def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
+        """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`.
 
-        Returns: the MPI requests, the parts in rank order, and `piece`. The parts have their values when the requests
-            are complete.
+        Returns: the MPI requests, and the parts in rank order. The parts have their values when the requests are
+            complete.
         """
-        values = source[piece]
-        bounds = share_of(len(values), how.itemsize, self.size)
-        sent = [values[slice(*cut)] for cut in bounds]
+        bounds = share_of(len(source), how.itemsize, self.size)
+        sent = [source[slice(*cut)] for cut in bounds]
         kept = sent[self.rank]
-        parts = [np.empty_like(kept) for _ in bounds]
-        parts[self.rank] = kept
+        parts = [kept if peer == self.rank else np.empty_like(kept) for peer in range(self.size)]
         requests = self._exchange(sent, parts)
-        return requests, parts, piece
+        return requests, parts
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:
         """Begin to send this rank's part of `total` to all ranks, and to receive the other parts into `total`."""
@@ -166,16 +166,9 @@ class PipelinedTransport(Transport):
         to the next rank, so that not all ranks send to the same rank.
         """
         comm = self._mpi.comm
-        size = self.size
-        others = [(self.rank + distance) % size for distance in range(1, size)]
-        requests = []
-        for peer in others:
-            memory = [received[peer], MPI.BYTE]
-            requests.append(comm.Irecv(memory, peer, _TAG))
-        for peer in others:
-            message = [sent[peer], MPI.BYTE]
-            requests.append(comm.Isend(message, peer, _TAG))
-        return requests
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        requests = [comm.Irecv([received[peer], MPI.BYTE], peer, _TAG) for peer in others]
+        return requests + [comm.Isend([sent[peer], MPI.BYTE], peer, _TAG) for peer in others]
 
     def _wait(self, requests: _Requests) -> None:
         wait_until(lambda: MPI.Request.Testall(requests), self._watch, yields=False)

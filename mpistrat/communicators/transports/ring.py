@@ -97,8 +97,7 @@ class RingTransport(Transport):
         else:
             parts = self._parts(view_of(operands.buffer).reshape(-1).copy())
             self._combine(parts, operands.reduction.op)
-            own_part = parts[self.rank]
-            bytes_of(operands.target)[:] = own_part.view(np.uint8)
+            bytes_of(operands.target)[:] = parts[self.rank].view(np.uint8)
 
     def all_gather(self, operands: Operands) -> list[Array]:
         buffer = operands.buffer

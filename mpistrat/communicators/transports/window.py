@@ -105,8 +105,7 @@ class WindowTransport(Transport, NodeMemory):
                 self._blocks = Blocks(segments, self.rank, self._watch)
                 self._measure(self._blocks)
                 return self._blocks
-            needed = Blocks.NBYTES / 1e6
-            self.why_not = why or f"{shared_bytes.name} allows no {needed:.1f} MB more"
+            self.why_not = why or f"{shared_bytes.name} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
             if why:
                 self._warn("all messages go through MPI, and take longer", why)
         return self._blocks

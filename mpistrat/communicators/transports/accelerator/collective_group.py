@@ -120,10 +120,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
                     outcome.append("it was aborted")
                     return
                 total = sum_of_ones(group)
-                if total == size:
-                    outcome.append("")
-                else:
-                    outcome.append(f"its sum of {size} ones is {total}")
+                outcome.append("" if total == size else f"its sum of {size} ones is {total}")
             except BaseException as error:
                 outcome.append(f"{type(error).__name__}: {error}")
 

@@ -39,8 +39,7 @@ class DeviceAwareTransport(DeviceTransport):
         self.wait_for_current_stream(buffer)
         datatype = MPI.Datatype.fromcode(np.dtype(name).char)
         memory = self._memory(buffer, num_elements(buffer), datatype)
-        op = OPS[reduction.op]
-        self.host.mpi.comm.Allreduce(MPI.IN_PLACE, memory, op)
+        self.host.mpi.comm.Allreduce(MPI.IN_PLACE, memory, OPS[reduction.op])
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:

@@ -75,9 +75,7 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
         index: the accelerator's number in this process.
         hosts: the host names of the two processes; empty: both run on this node.
     """
-    between = "on its node"
-    if hosts:
-        between = f"between {' and '.join(hosts)}"
+    between = f"between {' and '.join(hosts)}" if hosts else "on its node"
     limit = deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE
     wait = str(deadlines.TRIAL_WAITS_FOR_LAUNCHER_TO_READ)
     words = [library, str(index), str(limit), wait, MET, PROVEN, UNUSABLE]
@@ -85,8 +83,7 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
     deadline = time.monotonic() + limit
     reason = "there is neither mpiexec nor srun"
     for command, environment in commands(MPI.Get_library_version(), library_path(), hosts):
-        seconds = deadline - time.monotonic()
-        met, failure = run([*command, *program], environment, seconds)
+        met, failure = run([*command, *program], environment, deadline - time.monotonic())
         if met:
             sent = "were to send" if UNUSABLE in failure else "sent"
             failure += _EXCLUSIVE * ("busy or unavailable" in failure)

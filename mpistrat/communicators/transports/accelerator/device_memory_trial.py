@@ -48,14 +48,14 @@ def main() -> None:
 
         for sender in (0, 1):
             sends = world.rank == sender
-            buffer = array(sends * (values + 1))  # zeros where they are received
+            buffer = array(values + 1 if sends else 0 * values)
             wait()
             if sends:
                 world.Send(memory(buffer), 1 - sender)
             else:
                 world.Recv(memory(buffer), sender)
             _check(buffer, values + 1)
-            buffer = array(sends * (values + 2))
+            buffer = array(values + 2 if sends else 0 * values)
             wait()
             world.Bcast(memory(buffer, MPI.INT), sender)
             _check(buffer, values + 2)

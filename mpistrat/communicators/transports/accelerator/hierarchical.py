@@ -153,8 +153,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         place = self._places[self.rank]
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
-        of_ranks = zip(self._nodes, self._places, strict=True)
-        peers = [number for number, its_place in of_ranks if its_place == place]
+        peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
         self.wait_until_idle()  # because MPI uses the GPU next
         self.between.broadcast(Operands(own_slice, root=peers.index(node)))
         if self._nodes[self.rank] != node:

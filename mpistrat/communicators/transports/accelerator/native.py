@@ -198,9 +198,7 @@ class NativeTransport(DeviceTransport):
         buffer = operands.buffer
         out = operands.target
         dtype = _summed_as(buffer, operands.reduction)
-        summed = out
-        if dtype != out.dtype:
-            summed = out.new_empty(out.shape, dtype=dtype)
+        summed = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         numbers = _numbers_of(buffer.detach().to(dtype), operands.reduction)
         result = _numbers_of(summed, operands.reduction)
         if numbers is None or not _are_on(self._device, buffer, out):

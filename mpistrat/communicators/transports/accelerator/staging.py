@@ -31,10 +31,9 @@ class StagedTransport(DeviceTransport):
         stages = self._stages_of(library)
         flat = library.flat(buffer)
         step = CHUNK // itemsize(flat)
-        starts = range(0, num_elements(flat), step)
-        chunks = [flat[start : start + step] for start in starts]
+        chunks = [flat[start : start + step] for start in range(0, num_elements(flat), step)]
         stages.begin()
-        hosts = [stages.fetch(0, chunk) for chunk in chunks[:1]]
+        hosts = [stages.fetch(0, chunks[0])] if chunks else []
         for i, chunk in enumerate(chunks):
             if i + 1 < len(chunks):
                 hosts.append(stages.fetch(i + 1, chunks[i + 1]))

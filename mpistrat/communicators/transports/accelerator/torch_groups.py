@@ -24,10 +24,9 @@ def backend_of(kind: str) -> str:
     if not dist.is_available():
         return ""
     name = str(dist.Backend.default_device_backend_map.get(kind, ""))
-    here = _plugin(name)
     if name in _CLASSES:
-        here = hasattr(dist.distributed_c10d, _CLASSES[name])
-    return name if here else ""
+        return name if hasattr(dist.distributed_c10d, _CLASSES[name]) else ""
+    return name if _plugin(name) else ""
 
 
 def version_of(kind: str) -> str:
