@@ -180,12 +180,9 @@ class StepAgreement:
                 words += [piggyback.words() for piggyback in piggybacks]
         flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
-        starts: list[int] = []
-        length = 0
-        for part in words[:-1]:
-            length += len(part)
-            starts.append(length)
-        parts = np.split(flags, starts)
+        lengths = [len(part) for part in words]
+        ends = list(itertools.accumulate(lengths))
+        parts = np.split(flags, ends[:-1])
         first, equal, opposite, used, written, watched, *maxima = parts
         communicates, single_threaded = first
         # If all ranks have the same number, MAX(n) equals -MAX(-n).
@@ -221,8 +218,7 @@ class StepAgreement:
         """
         half = len(layouts) // 2
         lines = []
-        by_parameter = zip(layouts[:half], layouts[half:], strict=True)
-        for (dtype, device, shape), strides in by_parameter:
+        for (dtype, device, shape), strides in zip(layouts[:half], layouts[half:], strict=True):
             line = f"{dtype}{list(shape)} with strides {strides}"
             if self._communicator.takes_device_buffers:
                 line += f" on {device.type}"
@@ -252,11 +248,11 @@ class StepAgreement:
         # A parameter that the program has dropped is not frozen.
         frozen = [s.name for s in slots if not getattr(s.reference(), "requires_grad", True)]
         if frozen:
-            some = ", ".join(frozen[:_NAMED])
+            examples = ", ".join(frozen[:_NAMED])
             self._communicator.raise_together(
                 RuntimeError(
                     f"rank {self._communicator.rank} has frozen {len(frozen)} parameters (requires_grad is False) that "
-                    f"other ranks train, such as {some}. It contributes nothing to their "
+                    f"other ranks train, such as {examples}. It contributes nothing to their "
                     "gradients, which would be too small. Call requires_grad_ on every rank alike"
                 )
             )

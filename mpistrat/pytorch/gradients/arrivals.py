@@ -164,8 +164,7 @@ class Arrivals:
                 )
 
     def _raise_changed(self, parameter: torch.Tensor, happened: str) -> NoReturn:
-        slots = self._registry.slots
-        name = next(slot.name for slot in slots if slot.reference() is parameter)
+        name = next(s.name for s in self._registry.slots if s.reference() is parameter)
         raise RuntimeError(
             f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
             "rank would make another update. Update parameters after backward(); or call backward() inside "

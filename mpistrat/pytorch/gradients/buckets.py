@@ -121,9 +121,8 @@ class Buckets:
         all_reduce: Callable[..., None],
         thread: CommunicationThread | None,
     ) -> None:
-        self._buckets = []
-        for part in cut(list(like)[::-1], like, nbytes):
-            self._buckets.append(Bucket(part, [like[slot] for slot in part]))
+        parts = cut(list(like)[::-1], like, nbytes)
+        self._buckets = [Bucket(part, [like[slot] for slot in part]) for part in parts]
         self._like = like
         self._wires = wires
         self._scale = scale
@@ -180,9 +179,8 @@ class Buckets:
             torch._foreach_copy_(bucket.pieces, gradients)
         if self.stream is not None:
             bucket.ready = [self.stream().record_event()]
-        for full in self._buckets[self._sent :]:
-            if full.missing:
-                break
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
+            full = self._buckets[self._sent]
             self._sent += 1
             work = functools.partial(self._all_reduce, full.flat, full.reduction, *full.ready)
             self._done.append(self._submit(work, self._place))

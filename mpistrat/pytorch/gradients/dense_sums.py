@@ -48,16 +48,11 @@ class DenseSums:
         """
         step = steps[0]
         parameters = step.parameters
-        reduction = functools.partial(self._reduction, step)
-        gradients = []
-        for backward in steps:
-            gradients.append(backward.gradients)
-        kinds = set()
-        for slot in slots:
-            kinds.add(parameters[slot].device.type)
-        if kinds == {"cpu"}:
+        gradients = [backward.gradients for backward in steps]
+        reduction_of = functools.partial(self._reduction, step)
+        if all(parameters[slot].is_cpu for slot in slots):
             self.spent = step.gradients
-            return self._all_reduce_packs(self._packer, parameters, slots, gradients, reduction)
+            return self._all_reduce_packs(self._packer, parameters, slots, gradients, reduction_of)
         parts = [slots]
         like = [parameters[slot] for slot in slots]
         if any(is_on_gpu(parameter) for parameter in like):
@@ -65,7 +60,7 @@ class DenseSums:
             parts = cut(slots[::-1], parameters, nbytes)
         sums: dict[int, torch.Tensor] = {}
         for part in parts:
-            sums |= self._all_reduce_packs(self._packer, parameters, part, gradients, reduction)
+            sums |= self._all_reduce_packs(self._packer, parameters, part, gradients, reduction_of)
             if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
                 let_go([step.gradients[slot] for slot in part])
                 for slot in part:

@@ -143,9 +143,8 @@ class DeviceBuckets(Buckets):
         let_go(gradients)
         first = gradients[0]
         like = bucket.like[0]
-        is_shown = id(bucket.parameters[0]) in self.shown
         is_single = len(gradients) == 1 and first is not None
-        if is_single and here == self._program and not is_shown:
+        if is_single and here == self._program and id(bucket.parameters[0]) not in self.shown:
             bucket.flat = packing.flat_view(first, like)
             bucket.pieces = gradients
         if bucket.flat is None:

@@ -51,8 +51,7 @@ class EarlierGradients:
             to anything but None or zeros.
         """
         earlier = {}
-        for i, slot in enumerate(self._registry.slots):
-            parameter = parameters[i]
+        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
             gradient = None if parameter is None else parameter.grad
             if slot not in self._local:
                 if gradient is not None:
@@ -114,8 +113,7 @@ class EarlierGradients:
             parameters[slot].grad = before
 
     def _keep(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
-        for i, slot in enumerate(self._registry.slots):
-            parameter = parameters[i]
+        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
             if parameter is None:
                 continue
             local = parameter.grad

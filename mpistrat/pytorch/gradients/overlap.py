@@ -338,18 +338,9 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
     """Return the parameters on "meta", by slot, without dropped ones."""
-    like = {}
-    for slot, parameter in parameters.items():
-        if parameter is not None:
-            like[slot] = parameter.detach().to("meta")
-    return like
+    return {s: p.detach().to("meta") for s, p in parameters.items() if p is not None}
 
 
 def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
     """Return the devices of the parameters of `slots`, without dropped ones."""
-    devices = set()
-    for slot in slots:
-        parameter = parameters[slot]
-        if parameter is not None:
-            devices.add(parameter.device)
-    return frozenset(devices)
+    return frozenset([p.device for slot in slots if (p := parameters[slot]) is not None])

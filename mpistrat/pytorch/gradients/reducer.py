@@ -219,10 +219,8 @@ class GradientReducer:
         if in_block:
             _check_mirrors(parameters, call)
             rule.default_to_mean(call)
-        some = None
-        for some in parameters:  # None stands for a parameter that was garbage-collected
-            if some is not None:
-                break
+        # None stands for a parameter that was garbage-collected.
+        some = next((p for p in parameters if p is not None), None)
         if synchronizes and some is not None:  # a model of sharded parameters alone needs no rule
             chosen = rule.chosen or rule.decided(call)
             if chosen == "mean":
@@ -304,8 +302,8 @@ class GradientReducer:
         if weighs or steps.iterations:
             examples = steps.begin_backward(weighs=weighs)
         if sharded.cuts:
-            of_step = examples if in_block else steps.examples
-            sharded.combine(alike=is_mean and of_step is None)
+            step_examples = examples if in_block else steps.examples
+            sharded.combine(alike=is_mean and step_examples is None)
         if examples is not None:
             of_replica, of_all = examples.tolist()
             weight = of_replica * self.count / of_all

@@ -78,12 +78,7 @@ def _components(
     """
     if all(g is not None and g.is_sparse and g.sparse_dim() == 1 for g in gradients):
         return [_rows(parameter, g) for g in gradients]
-    dense: list[torch.Tensor | IndexedSlices] = []
-    for gradient in gradients:
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
-        dense.append(gradient.to_dense())
-    return dense
+    return [torch.zeros_like(parameter) if g is None else g.to_dense() for g in gradients]
 
 
 def _rows(parameter: torch.Tensor, gradient: Gradient) -> IndexedSlices:

@@ -117,13 +117,9 @@ class Wires:
         values = sum(self._wires[key].size for key in self._used)
         self._most = max(self._most, values)
         self._used.clear()
-        kept = {}
-        total = 0
-        for key, wire in self._wires.items():
-            if wire.size:  # a wire that was never called has no residual, so it is not kept
-                kept[key] = wire
-                total += wire.size
-        self._wires = kept
+        # A wire that was never called has no residual, so it is not kept.
+        self._wires = {key: wire for key, wire in self._wires.items() if wire.size}
+        total = sum(wire.size for wire in self._wires.values())
         while total > _TURNS * self._most:
             key = next(iter(self._wires))
             total -= self._wires.pop(key).size
