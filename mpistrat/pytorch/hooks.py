@@ -183,8 +183,8 @@ def around_calls(
     """Have `module(…)` call `around`. It calls the module's forward, perhaps with other arguments.
 
     `around` is stored where `Module.compile` stores its compiled function, so a later `Module.compile` removes it. If
-    the module is compiled already, nothing happens. Copies, saved and scripted modules, and modules that
-    `torch.compile` returns, do not call `around`.
+    the module is compiled already, or has an `around` already, nothing happens. Copies, saved and scripted modules, and
+    modules that `torch.compile` returns, do not call `around`.
     Called by: `placing.compute_there`.
     Args: around: gets the module, the function to call, and the positional and keyword arguments of the call. Its
         result is the result of `module(…)`.
@@ -333,19 +333,18 @@ def has_closure(args: Any, kwargs: Any) -> bool:
     return has_keyword or any(callable(argument) for argument in args[1:])
 
 
-def with_closure(args: Any, kwargs: Any, wrapped: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Return a step's arguments with another closure: `wrapped(closure)` in place of `closure`.
+def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return a step's arguments with another closure: the step calls `call(closure)` where it called `closure()`.
 
     Args:
         args, kwargs: the arguments of torch's step hook; `args[0]` is the optimizer. They are not changed.
+        call: a function that gets the closure, and returns the loss.
     Returns: the new positional and keyword arguments of the step.
     """
     optimizer, *others = args
-    for i, argument in enumerate(others):
-        if callable(argument):
-            others[i] = wrapped(argument)
+    others = [functools.partial(call, a) if callable(a) else a for a in others]
     if kwargs.get("closure") is not None:
-        kwargs = {**kwargs, "closure": wrapped(kwargs["closure"])}
+        kwargs = {**kwargs, "closure": functools.partial(call, kwargs["closure"])}
     return (optimizer, *others), kwargs
 
 

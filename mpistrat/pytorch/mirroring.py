@@ -135,10 +135,11 @@ class Mirroring(StrategyModules):
         alone. If nothing was written here, this rank makes no collective.
         Called by: `module.state_dict()`, on every rank.   Context: cross-replica or top level.
         """
+        if self._is_alone:
+            return
         found = (self.registry.buffer(module, key) for key in module._buffers)
         slots = [slot for slot in found if slot is not None and slot.rule != "local"]
-        are_written = any(slot.changed(slot.tensor()) for slot in slots)
-        if are_written and not self._is_alone:
+        if any(slot.changed(slot.tensor()) for slot in slots):
             for slot in slots:
                 slot.begin_step()
             copies = virtual_replicas.copies_of_buffers(self.parts.replicas, slots)
@@ -178,9 +179,7 @@ class Mirroring(StrategyModules):
         name = self.parts.replicas.device_of_modules
         if name is None:
             return
-        if name.startswith("cpu"):
-            name = "cpu"
-        device = torch.device(name)
+        device = torch.device("cpu" if name.startswith("cpu") else name)
         with self._communicator.raising_together():
             self._check_one_device(modules, tensors)
             moved = placing.place_tensors(tensors, device)
@@ -264,7 +263,11 @@ class Mirroring(StrategyModules):
                 self.parts.watch.facts.note_versions()
 
     def _check_alike(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raise the errors of `_mirror_tensors`. Collective. Args: tensors: pairs of a name and a tensor."""
+        """Check that names, shapes and dtypes are equal on all ranks, and that no elements share memory. Collective.
+
+        Args: tensors: pairs of a name and a tensor.
+        Raises: on all ranks, CollectiveMismatchError or ValueError.
+        """
         lines = {}
         for number, (name, tensor) in enumerate(tensors):
             layout = f"{tensor.dtype}{list(tensor.shape)}{_expansion(tensor)}"

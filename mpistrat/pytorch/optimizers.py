@@ -6,6 +6,7 @@ of its own, without `run`.
 
 from __future__ import annotations
 
+import functools
 import numbers
 import weakref
 from collections.abc import Callable
@@ -26,8 +27,8 @@ from mpistrat.pytorch.modules.strategy_modules import all_modules, strategy_of
 from mpistrat.torch_distributed.next_group import has_default_group
 from mpistrat.values import by_owner
 
-# For each optimizer, as of its last check: id of the reducer, whether it had reduced gradients, and a list with (`id`,
-# requires_grad) of each parameter.
+# For each optimizer, as of its last check: id of the reducer, whether it had reduced gradients, `requires_grad` of
+# each parameter, and the parameters' `id`s.
 _checked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 _has_warned = False
 # Parameters with the gradients that are hidden from their optimizer's step, by the optimizer's `id`.
@@ -67,11 +68,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         watch.before_step(optimizer)
     instead = None
     if isinstance(optimizer, torch.optim.LBFGS):  # LBFGS decides by the loss of its closure
-
-        def wrapped(closure: Callable[[], Any]) -> Callable[[], Any]:
-            return lambda: _loss_of_all(reducer, context.strategy.extended, closure)
-
-        instead = args, kwargs = hooks.with_closure(args, kwargs, wrapped)
+        loss_of_all = functools.partial(_loss_of_all, reducer, context.strategy.extended)
+        instead = args, kwargs = hooks.with_closure(args, kwargs, loss_of_all)
     if reducer.slice_steps is not None:
         return reducer.slice_steps.before(optimizer, args, kwargs) or instead
     return instead
@@ -225,16 +223,15 @@ def _check_parameters(
         ValueError: on all ranks, if their optimizers differ when they first step these parameters.
     """
     parameters = hooks.parameters_of(optimizer)
-    states = [(id(p), p.requires_grad) for p in parameters]
-    found = id(reducer), reducer.has_reduced, states
+    ids = [id(parameter) for parameter in parameters]
+    trainable = [parameter.requires_grad for parameter in parameters]
+    found = id(reducer), reducer.has_reduced, trainable, ids
     before = _checked.get(optimizer)
     if before == found:
         return
     _check_mirrored(optimizer, reducer)
-    if before is not None:
-        checked = [key for key, _ in before[-1]]
-        if checked != [key for key, _ in states]:
-            context.strategy.extended.modules.made.compared.pop(optimizer, None)
+    if before is not None and before[-1] != ids:
+        context.strategy.extended.modules.made.compared.pop(optimizer, None)
     # The rank's other replicas do not get here, because they find the entry in `_checked`.
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():
@@ -248,8 +245,7 @@ def _check_parameters(
 def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
     for g, group in enumerate(optimizer.param_groups):
         of_group = group["params"]
-        positions = [f"{i} of group {g}" for i in range(len(of_group))]
-        names = group.get("param_names") or positions
+        names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(of_group))]
         for name, parameter in zip(names, of_group, strict=True):
             if arrays.is_sharded(parameter):
                 reducer.check_may_be_sharded(name)

@@ -36,7 +36,7 @@ class TorchState:
         self._registry = registry
         self.writes = writes
         # Each replica's gradients and buffers, as they were when the rank last switched to another replica.
-        self._away = [dict[Slot, OwnTensor]() for _ in range(count)]
+        self._away: list[dict[Slot, OwnTensor]] = [{} for _ in range(count)]
         self._generators: list[list[torch.Tensor]] = []
         self._seed = torch.initial_seed()
         # Replica 0's gradients and buffers, with their versions, when the last run ended.
@@ -82,7 +82,7 @@ class TorchState:
         in_step = True
         for other in others:
             for first, state in zip(self._generators[0], other, strict=False):
-                in_step &= torch.equal(first, state)
+                in_step = in_step and torch.equal(first, state)
         if in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
         return [now, *others]

@@ -25,10 +25,7 @@ def declare(root: Module, rules: Mapping[str, str]) -> None:
     Raises: ValueError if a rule is unknown, if no module has a buffer of a name, or for a mean of integers.
     """
     for key, rule in rules.items():
-        owners = []
-        for module in root.modules():
-            if module._buffers.get(key) is not None:
-                owners.append(module)
+        owners = [module for module in root.modules() if module._buffers.get(key) is not None]
         has_mean = all(is_inexact(getattr(owner, key)) for owner in owners)
         if rule not in RULES or not owners or (rule == "mean" and not has_mean):
             raise ValueError(

@@ -38,10 +38,7 @@ def snapshot(registry: Registry) -> Snapshot:
     """
     # The list keeps the modules alive, so that no `id` is used twice.
     found = [(slot, slot.module(), slot.tensor()) for slot in registry.buffers]
-    written = set()
-    for slot, module, tensor in found:
-        if slot.changed(tensor):
-            written.add(id(module))
+    written = {id(module) for slot, module, tensor in found if slot.changed(tensor)}
     return [
         (tensor, max(id(module) in written, _DIFFERS * slot.differs))
         for slot, module, tensor in found
@@ -314,9 +311,7 @@ def _write(
     sources: list[torch.Tensor] = []
     for i, value in values.items():
         for tensor in copies[i]:
-            target = tensor.data
-            if slots[i].changed(tensor):
-                target = tensor.detach()
+            target = tensor.detach() if slots[i].changed(tensor) else tensor.data
             targets.append(target)
             sources.append(value.view(tensor.shape))
     if targets:

@@ -92,10 +92,7 @@ def check_alike(
     Raises: ValueError on all ranks, if an object differs between ranks.
     """
     kinds = Optimizer if purpose == "restore" else (Optimizer, LRScheduler, torch.amp.GradScaler)
-    found = {}
-    for name, value in objects.items():
-        if isinstance(value, kinds):
-            found[name] = value
+    found = {name: value for name, value in objects.items() if isinstance(value, kinds)}
     communicator = extended.communicator
     if not found or communicator.size == 1:
         return
@@ -176,21 +173,18 @@ def _described(
     for i, slot in enumerate(slots):
         names[id(slot.reference())] = f"{slot.name} (number {i})"
     for g, group in enumerate(value.param_groups):
-        parameters = group["params"]
-        whole: list[torch.Tensor] = []
-        for p in parameters:
-            # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
-            if is_sharded(p) and p.device_mesh.size() != size:
-                continue
-            kind = "lazy"
-            if not is_lazy(p):
-                kind = f"{p.dtype}{list(p.shape)}"
-            name = names.get(id(p), kind)
-            yield f"{_PARAMETER}{len(whole)} of group {g}", f"is {name}"
-            whole.append(p)
-        if purpose != "restore" and (whole or not parameters):
+        # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
+        whole = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
+        for i, p in enumerate(whole):
+            name = names.get(id(p)) or _kind_of(p)
+            yield f"{_PARAMETER}{i} of group {g}", f"is {name}"
+        if purpose != "restore" and (whole or not group["params"]):
             yield from _plain({**group, "params": len(whole)}, f" of group {g}")
             yield f"group {g}", f"has {_steps_of(value, whole)}"
+
+
+def _kind_of(parameter: torch.Tensor) -> str:
+    return "lazy" if is_lazy(parameter) else f"{parameter.dtype}{list(parameter.shape)}"
 
 
 def _plain(state: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
@@ -224,12 +218,7 @@ def numbers_of(value: Any) -> Any:
 
 def _steps_of(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> str:
     states = [state for p in parameters if (state := optimizer.state.get(p))]
-    text = f"the state of {len(states)} parameters"
-    steps = []
-    for state in states:
-        step = state.get("step")
-        if step is not None and not is_on_accelerator(step):
-            steps.append(float(step))
-    if steps:
-        text += f" after {max(steps):g} steps"
-    return text
+    steps = [state["step"] for state in states if "step" in state]
+    on_host = [float(step) for step in steps if not is_on_accelerator(step)]
+    made = f" after {max(on_host):g} steps" if on_host else ""
+    return f"the state of {len(states)} parameters{made}"

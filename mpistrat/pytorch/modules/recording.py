@@ -117,6 +117,5 @@ class Recorder:
         alive = list(self._modules)
         inside: set[int] = set()
         for module in alive:
-            for child in module.children():
-                inside.update(id(part) for part in child.modules())
+            inside.update(id(child) for child in module.modules() if child is not module)
         return [module for module in alive if id(module) not in inside]
