@@ -46,8 +46,7 @@ class ParameterPages:
 
         The storage of the view is these bytes alone.
         """
-        own = memory[self.first : self.end]
-        return torch.from_numpy(own).view(self.dtype)
+        return torch.from_numpy(memory[self.first : self.end]).view(self.dtype)
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of `flat` in the parameter's shape and strides."""
@@ -133,7 +132,7 @@ class Block:
                 absent.append(target)
             else:
                 targets.append(target)
-                sources.append(gradient.to_dense())  # itself, if it is dense
+                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
         if absent:
             torch._foreach_zero_(absent)
         if targets:

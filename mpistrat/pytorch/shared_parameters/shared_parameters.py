@@ -61,11 +61,8 @@ class SharedParameters:
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
         """Return pairs (name, parameter) of the shared parameters in `registry` that have got other memory."""
-        moved = []
-        for slot, parameter in zip(registry.slots, registry.parameters(), strict=True):
-            if parameter is not None and self.has_moved(parameter):
-                moved.append((slot.name, parameter))
-        return moved
+        pairs = zip(registry.slots, registry.parameters(), strict=True)
+        return [(slot.name, p) for slot, p in pairs if p is not None and self.has_moved(p)]
 
     def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
         """Check that no shared parameter has got other memory since the last `run` began.
@@ -101,15 +98,12 @@ class SharedParameters:
                 pending[id(parameter)] = parameter
         for key in pending:
             self._places.pop(key, None)
-        eligible: list[torch.Tensor] = []
-        if not self._refused:
-            eligible = self._eligible(list(pending.values()), alone)
+        eligible = [] if self._refused else self._eligible(list(pending.values()), alone)
         if eligible:
             self._make_block(eligible)
         self.settle()
         blocks = self.blocks(mirrored)
-        kept = {id(parameter) for parameter in mirrored}
-        for key in kept - alone:
+        for key in {id(parameter) for parameter in mirrored} - alone:
             self._places.pop(key, None)
         _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
@@ -282,10 +276,7 @@ def _bring_earlier(
     Returns: the slots of gradients that were in the view already, and so grow in place.
     """
     view = block.gradient_view
-    grown = set()
-    for slot, tensor in earlier.items():
-        if places[slot].holds(tensor, view):
-            grown.add(slot)
+    grown = {slot for slot, tensor in earlier.items() if places[slot].holds(tensor, view)}
     overwritten = [place for slot, place in places.items() if slot not in grown]
     block.make_way(overwritten)
     if block.gradient_view is not view:

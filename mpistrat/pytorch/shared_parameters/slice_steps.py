@@ -146,15 +146,7 @@ class _Slices:
         are in the twin as they are.
         Args: parameters: all parameters of `optimizer`.
         """
-        for parameter in parameters:
-            place = self._shared.place_of(parameter)
-            part = self._slices.get(parameter)
-            if place is None:
-                if part is not None:  # no longer shared
-                    part.leave(optimizer.state[parameter])
-                    del self._slices[parameter]
-            elif part is None or part.place is not place:
-                self._slices[parameter] = _Slice(parameter, place)
+        self._find_slices(optimizer, parameters)
         blocks = self._shared.blocks(self._slices)
         for block, name in list(self._memories):
             if block not in blocks:
@@ -165,13 +157,21 @@ class _Slices:
         for part in self._slices.values():
             part.take_gradient()
         stepped = {parameter: part.tensor for parameter, part in self._slices.items()}
-
-        def slices_of(group: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [stepped.get(parameter, parameter) for parameter in group]
-
-        twin = hooks.twin_of(optimizer, slices_of)
+        twin = hooks.twin_of(optimizer, lambda group: [stepped.get(p, p) for p in group])
         twin.state = self._state  # type: ignore[assignment]
         return twin
+
+    def _find_slices(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Find the slices of the parameters that are shared now. Others get private copies of their shared state."""
+        for parameter in parameters:
+            place = self._shared.place_of(parameter)
+            part = self._slices.get(parameter)
+            if place is None:
+                if part is not None:  # no longer shared
+                    part.leave(optimizer.state[parameter])
+                    del self._slices[parameter]
+            elif part is None or part.place is not place:
+                self._slices[parameter] = _Slice(parameter, place)
 
     def _take_state(self, optimizer: Optimizer) -> None:
         """Fill the twin's state from `optimizer.state`, where the program may have put other state since the last step.

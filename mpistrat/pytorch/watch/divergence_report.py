@@ -201,9 +201,8 @@ class Copies:
     def name_of(self, rank: int, copy: int) -> str:
         if len(self.by_rank[rank].digests) == 1:
             return f"rank {rank}"
-        earlier = self.by_rank[:rank]
-        before = sum(len(thing.digests) for thing in earlier)
-        return f"replica {before + copy} (rank {rank})"
+        first = sum(len(thing.digests) for thing in self.by_rank[:rank])
+        return f"replica {first + copy} (rank {rank})"
 
     def descriptions(self) -> list[str]:
         """Return a line for each copy, if the copies are different numbers, or arrays of different shapes or dtypes.

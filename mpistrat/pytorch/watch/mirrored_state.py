@@ -76,8 +76,8 @@ def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
     slots = {id(parameter): index for index, _, parameter in _slots(modules)}
     for root in roots:
         # The slot tells modules apart. A rank may keep modules that other ranks have dropped.
-        own = [id(parameter) for parameter in root.parameters()]
-        numbers = [slots[parameter] for parameter in own if parameter in slots]
+        ids = [id(parameter) for parameter in root.parameters()]
+        numbers = [slots[key] for key in ids if key in slots]
         for path, module in root.named_modules(prefix=type(root).__name__):
             if numbers and id(module) not in exempt:
                 thing = MirroredThing(f"{path}.training", [module.training])
@@ -88,8 +88,7 @@ def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
 def state_at_save(strategy: AnyStrategy, saved: Any) -> State:
     """Return the arrays that must be equal at a save, in the order of keys: variables, and tensors in `saved`."""
     found: State = {}
-    tensors = [leaf for leaf in nest.flatten(saved) if arrays.is_torch(leaf)]
-    addresses = {tensor.data_ptr() for tensor in tensors}
+    addresses = {leaf.data_ptr() for leaf in nest.flatten(saved) if arrays.is_torch(leaf)}
     for key, thing in _watched(strategy):
         value = thing.copies[0]
         is_saved = not arrays.is_torch(value) or value.data_ptr() in addresses
@@ -148,9 +147,7 @@ def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
 
 
 def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
-    slots = {}
-    for index, slot, parameter in _slots(modules):
-        slots[id(parameter)] = index, slot.name
+    slots = {id(p): (index, slot.name) for index, slot, p in _slots(modules)}
     for number, optimizer in sorted(modules.reducer.optimizers.items()):
         name = type(optimizer).__name__
         if number:
@@ -171,14 +168,13 @@ def _states_of(
         slots: (number, name) of each mirrored parameter, by `id`. States of other parameters are skipped.
     """
     for g, group in enumerate(optimizer.param_groups):
-        parameters = [id(parameter) for parameter in group["params"]]
-        mirrored = [slots[parameter] for parameter in parameters if parameter in slots]
-        members = tuple(number for number, _ in mirrored)
+        ids = [id(parameter) for parameter in group["params"]]
+        members = [slots[key][0] for key in ids if key in slots]
         # Ranks may train other parameters each, and send each other the values. Then the groups differ.
-        if members or not parameters:
+        if members or not ids:
             # Other entries, such as a time, are the program's own.
             options = {key: group.get(key) for key in optimizer.defaults}
-            yield (OF_GROUP, g, members), f"group {g}", options
+            yield (OF_GROUP, g, tuple(members)), f"group {g}", options
     for parameter, state in list(optimizer.state.items()):
         if id(parameter) in slots and isinstance(state, dict):
             index, name = slots[id(parameter)]
@@ -205,8 +201,7 @@ def _schedulers_and_scalers(modules: StrategyModules) -> Iterator[tuple[Key, Mir
         elif isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau):
             # Some of torch's schedulers do not count.
             has_stepped = getattr(value, "_step_count", 2) > 1
-            if has_stepped:
-                state = with_six_digits(numbers_of(value))
+            state = with_six_digits(numbers_of(value)) if has_stepped else {}
         for key, entry in state.items():
             # `_init_scale` and such are of no use once the scaler has stepped.
             if is_comparable(entry) and not key.startswith("_init"):

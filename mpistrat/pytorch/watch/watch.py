@@ -7,9 +7,10 @@ that is there anyway, at last at the end of the program. The ranks send more onl
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -79,7 +80,10 @@ class Watch:
         self._gradients = Samples(gradients, self._reducer.steps)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take samples if the step is due. Called by: the hook after each optimizer step. Not collective."""
+        """Take samples if the step is due, offer samples to the next agreement, and note facts. Not collective.
+
+        Does nothing once the watch is over. Called by: the hook after each optimizer step, for the first replica.
+        """
         if self._is_over:
             return
         if self._gradients is not None:
@@ -101,6 +105,11 @@ class Watch:
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep samples of the last values when Python drops `optimizer`. Called by: its first step."""
         weakref.finalize(optimizer, _keep_last, weakref.ref(self)).atexit = False
+
+    def keep_last(self) -> None:
+        """Keep samples of the parameters that a dropped optimizer still holds, for the end of the program."""
+        if self._unproved.steps:
+            self._unproved.last = self._present().by_key()
 
     def _take(self, gradients: Samples, roots: Iterable[torch.nn.Module]) -> None:
         self._sampled_at = self._reducer.steps
@@ -151,10 +160,7 @@ class Watch:
             self._find(len(self._unproved.steps), raises=False)  # the checkpoint is to be written
 
     def _find(self, count: int, raises: bool = True) -> None:
-
-        def gather(value: object) -> list[Any]:
-            return self._communicator.all_gather_object(value, label="samples of ranks")
-
+        gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
         error = self._unproved.find(count, gather)
         if error is None:
             return
@@ -169,10 +175,9 @@ class Watch:
 
 
 def _keep_last(reference: weakref.ref[Watch]) -> None:
-    """Keep samples of the parameters that a dropped optimizer still holds, for the end of the program."""
     watch = reference()
-    if watch is not None and watch._unproved.steps:
-        watch._unproved.last = watch._present().by_key()
+    if watch is not None:
+        watch.keep_last()
 
 
 def _samples(things: State, turn: int) -> Samples:
