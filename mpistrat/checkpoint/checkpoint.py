@@ -161,7 +161,11 @@ class Checkpoint:
         scheduler goes on from the state of another class.
 
         An object with the attribute `may_be_absent = True` is left alone if the checkpoint has no state of it. An
-        earlier version of the program may have saved such a checkpoint.
+        earlier version of the program may have saved such a checkpoint. An object with `either_state_suffices = True`
+        gets only its common state if the checkpoint has no state of ranks for it.
+
+        If `state["local"]` has a state of an object, it is that object's only state of ranks, as this rank's, instead
+        of the states in `state["ranks"]`.
 
         Called by: every rank.
         Raises: before anything is loaded, KeyError if the state of an object is missing, and ValueError on all ranks if
@@ -353,12 +357,9 @@ class Residuals:
         mirroring = extended.modules.made
         communicator = extended.communicator
         rank = communicator.rank
+        size = communicator.size
         some = state_of_some_rank(states, rank)
         if mirroring is None or not some:
             return
-        taken_over = []
-        for saver in states:
-            is_gone = saver >= communicator.size
-            if saver == rank or (rank == 0 and is_gone):
-                taken_over.append(states[saver])
-        mirroring.reducer.hold_back(some, taken_over)
+        savers = [saver for saver in states if saver == rank or (rank == 0 and saver >= size)]
+        mirroring.reducer.hold_back(some, [states[saver] for saver in savers])

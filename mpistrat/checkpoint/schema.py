@@ -26,9 +26,11 @@ RANK = range(1 << 31)
 
 
 def check(value: Any, schema: Schema, name: str) -> None:
-    """Check `value` against `schema`.
+    """Compare `value` with `schema`, and raise an error if it does not fit.
 
     Args:
+        schema: a schema as this module describes it. A function in it rejects a value by raising any error; its result
+            does not count. The one element of a list is the schema of all elements of the value.
         name: name of `value`, for the message.
     Raises: ValueError for the first part of `value` that does not fit, with the path to that part: "model.steps.0".
     """

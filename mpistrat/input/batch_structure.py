@@ -24,9 +24,9 @@ def rows_of(leaf: Any) -> int | None:
 
 def is_list(part: Any) -> bool:
     """Whether `part` is a list or tuple. False for mappings and namedtuples, because they are always structure."""
-    if isinstance(part, Mapping) or hasattr(part, "_fields"):
+    if not nest.is_structure(part):
         return False
-    return nest.is_structure(part)
+    return not isinstance(part, Mapping) and not hasattr(part, "_fields")
 
 
 def lists_of_examples(batch: Any, count: int | None) -> Callable[[Any], bool]:

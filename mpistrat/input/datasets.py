@@ -252,7 +252,8 @@ class FileDataset(_Batching):
         self.epoch += 1
         examples = joined(self.reader(self.files[i]) for i in order)
         batches = pieces_of_examples(examples, [self.batch_size], drop_last=self.drop_last)
-        return (self.collate(batch) for batch in batches)
+        # After an error of `collate`, the iterator goes on with the next batch. A generator would end.
+        return map(self.collate, batches)
 
 
 def _as_it_is(batch: Any) -> Any:

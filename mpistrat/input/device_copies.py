@@ -86,10 +86,10 @@ class DeviceCopies:
             return batch
 
         # Other leaves move themselves, on the current stream: their tensors are not known. Tensors stay as they are.
-        def moved(leaf: Any) -> Any:
+        def to_device(leaf: Any) -> Any:
             return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-        return nest.map_structure(moved, batch)
+        return nest.map_structure(to_device, batch)
 
 
 def _to(device: str, leaf: Any) -> Any:

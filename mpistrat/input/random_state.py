@@ -112,8 +112,7 @@ class RandomState:
         """Return the states at the next epoch's beginning: those of `begin_at`, or else the present states."""
         present = self.capture()
         for name, saved in self._begin_at.items():
-            is_as_restored = _text(present[name]) == _text(self._restored[name])
-            if self._in_epoch or is_as_restored:
+            if self._in_epoch or _text(present[name]) == _text(self._restored[name]):
                 present[name] = saved
         return present
 

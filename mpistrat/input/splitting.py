@@ -116,14 +116,13 @@ def pieces_of_examples(
         drop_last: leave out a last list that is short.
     """
     source = iter(examples)
-    while True:
-        for size in sizes:
-            piece = next_items(source, size)
-            if len(piece) < size:
-                if piece and not drop_last:
-                    yield piece
-                return
-            yield piece
+    for size in itertools.cycle(sizes):
+        piece = next_items(source, size)
+        if len(piece) < size:
+            if piece and not drop_last:
+                yield piece
+            return
+        yield piece
 
 
 def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int]:
@@ -140,11 +139,14 @@ def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int
 def pieces_of_each(
     batches: Iterable[Any], kind: Kind, wanted: Sequence[int], num_pieces: int
 ) -> Iterator[ReplicaPieces]:
-    """Yield a step for each batch: a list of its pieces number `wanted`, with their numbers of examples in `examples`.
+    """Yield a step for each batch: a list of its pieces number `wanted`.
+
+    A step's `examples` has the number of examples of each of these pieces and, last, of the whole batch.
 
     Args:
         wanted: numbers of this rank's pieces, 0 <= number < num_pieces.
-        num_pieces: number of pieces of a batch. With 1, the batch is not cut and may be any object.
+        num_pieces: number of pieces of a batch. With 1, the batch is not cut and may be any object; the step's
+            `examples` is None if `kind` cannot measure it.
     """
     # Of the last batch, because most have one size.
     size = -1

@@ -389,14 +389,19 @@ class LoaderReader(ReplayedReader):
         while len(loaded := next_items(batches, replicas)) == replicas:
             self._template = batch_of(loaded[0])
             step = sampler.handed_out.popleft()
-            for i, has_examples in enumerate(step):
-                if has_examples is True:
-                    step[i] = loaded[i]
+            for i, (entry, batch) in enumerate(zip(step, loaded, strict=True)):
+                if entry is True:  # else it is EMPTY or MISSING
+                    step[i] = batch
             step.position = began
             yield step
 
     def _begin(self, loader: data.DataLoader[Any], sampler: _PieceSampler) -> Iterator[Any]:
-        """Begin an epoch. Returns: an iterator over the batches of `loader`, one for each piece of `sampler`."""
+        """Begin an epoch: start the worker processes, or, without any, read the first of `sampler.steps`.
+
+        It replaces `sampler.steps` by an iterator over the same steps, if it has read the first.
+
+        Returns: an iterator over the batches of `loader`, one for each piece of `sampler`.
+        """
         generator = loader.generator
         # torch's iterator draws from the generator, into a tensor on the default device.
         device = contextlib.nullcontext() if generator is None else generator.device
@@ -461,8 +466,8 @@ class LoaderReader(ReplayedReader):
             with communicator.raising_together():
                 block = next_items(map(list, batches), length)
             block = communicator.broadcast_object(block, label=_SAMPLER)
-            for indices in block:
-                sampler.known_indices = sampler.known_indices or indices
+            if not sampler.known_indices:
+                sampler.known_indices = next((indices for indices in block if indices), ())
             yield block
             if len(block) < length:
                 return
