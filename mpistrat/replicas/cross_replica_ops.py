@@ -196,7 +196,7 @@ class CrossReplicaOps:
             return self.batch_reduce(op, pairs, options)
         reduced = self.over_ranks.all_reduce(op, values, options, label)
         return [
-            _array_placed(total, PerReplica(value))
+            total if arrays.is_number(total) else place(total, PerReplica(value))
             for total, value in zip(reduced, values, strict=True)
         ]
 
@@ -249,9 +249,8 @@ class CrossReplicaOps:
             reduced = self.over_ranks.all_reduce(
                 ReduceOp.SUM, parts + counts, label=f"mean {label}"
             )
-            totals = []
-            for total, elements in zip(reduced[: len(flat)], reduced[len(flat) :], strict=True):
-                totals.append(arrays.true_divide(total, int(elements)))
+            pairs = zip(reduced[: len(flat)], reduced[len(flat) :], strict=True)
+            totals = [arrays.true_divide(total, int(elements)) for total, elements in pairs]
         return accumulation.narrowed(self.communicator, totals, values)
 
     def _components_of_rank(self, value: Any) -> tuple[Any, ...]:
@@ -262,11 +261,10 @@ class CrossReplicaOps:
 
     def _is_equal_everywhere(self, value: Any) -> bool:
         """Whether `value` can be reduced without other ranks: a mirrored value, or a plain value of the only rank."""
-        if not isinstance(value, DistributedValues):
-            return self.communicator.size == 1
-        if isinstance(value, Variable):
-            return not isinstance(value, SyncOnReadVariable)
-        return isinstance(value, Mirrored)
+        if isinstance(value, DistributedValues):
+            has_copies = isinstance(value, (Mirrored, Variable))
+            return has_copies and not isinstance(value, SyncOnReadVariable)
+        return self.communicator.size == 1
 
     def reduce_to(
         self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
@@ -278,9 +276,9 @@ class CrossReplicaOps:
             if self._is_equal_everywhere(value):
                 return place(reduce_equal(op, value), destinations)
             components = self._components_of_rank(value)
-        ((reducer, _),) = self._reducers.assigned({0: value})
-        (reduced,) = reducer.all_reduce(op, [components], options)
-        return _array_placed(reduced, destinations)
+        reducer, _ = self._reducers.assigned({0: value})[0]  # one value has one reducer
+        reduced = reducer.all_reduce(op, [components], options)[0]
+        return reduced if arrays.is_number(reduced) else place(reduced, destinations)
 
     def batch_reduce(
         self,
@@ -322,10 +320,7 @@ class CrossReplicaOps:
         totals = self.over_ranks.all_reduce(ReduceOp.SUM, values, options)
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
-        placed = []
-        for total, (_, destinations) in zip(totals, pairs, strict=True):
-            placed.append(place(total, destinations))
-        return placed
+        return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
 
     def gather(self, value: Any, axis: int, label: str = "") -> Any:
         """Return `value` of all replicas, concatenated along `axis` in replica order, for `Strategy.gather`.
@@ -413,17 +408,10 @@ def from_first_replica(communicator: Communicator, value: Any, label: str) -> An
     if isinstance(value, IndexedSlices) or arrays.is_number(value):
         return communicator.broadcast_object(value, label=label)
     with communicator.raising_together():
-        array = arrays.as_array(arrays.detach_read(value))
-        host = arrays.copy(arrays.to_host(array))
+        host = arrays.to_host(arrays.as_array(arrays.detach_read(value)))
+        host = arrays.copy(host)  # the broadcast overwrites it
     communicator.broadcast(host, label=label)
     return arrays.to_device_of(host, value)
-
-
-def _array_placed(value: Any, destinations: Any) -> Any:
-    """Return an array as `place` does, and a Python number as it is."""
-    if arrays.is_number(value):
-        return value
-    return place(value, destinations)
 
 
 def _sums_and_counts(

@@ -275,11 +275,7 @@ class GivenSteps:
 
     def has_given(self, size: int) -> bool:
         """Whether the last step of any of the iterators has `size` examples over all replicas."""
-        for iteration in self.iterations:
-            examples = iteration.examples
-            if examples is not None and examples[-1] == size:
-                return True
-        return False
+        return any(i.examples is not None and i.examples[-1] == size for i in self.iterations)
 
     def tell_once(self, text: str) -> None:
         """Let rank 0 say `text`, once for each text."""

@@ -107,9 +107,7 @@ class LocalReplicas:
             Exception: the first exception of a `body` or of a merge function, unchanged. The other replicas stop where
                 they are.
         """
-        if not self._idle:
-            self._idle.append([_Replica(index) for index in range(1, self.count)])
-        threads = self._idle.pop()
+        threads = self._idle.pop() if self._idle else [_Replica(i) for i in range(1, self.count)]
         run = _Run(self, threads, body)
         outer = getattr(self.current, "run", None)
         self.current.run = run
@@ -162,12 +160,7 @@ class _Run:
                 self._let_others_run(to_meeting=False)
         except BaseException as error:
             self._error = self._error or error
-        # Unwind the replicas that wait in a meeting. The others have ended or never started.
-        self._stopping = True
-        for index, thread in enumerate(self._threads, start=1):
-            if thread.work is not None and self._started[index]:
-                self._give_turn(index)
-            thread.work = None
+        self._stop()
         self._switch_to(0)
         for state in self._replicas.states:
             state.end()
@@ -242,3 +235,11 @@ class _Run:
                 self._replicas.current.run = None
 
         return work
+
+    def _stop(self) -> None:
+        """Unwind the replicas that wait in a meeting. The other replicas have ended or never started."""
+        self._stopping = True
+        for index, thread in enumerate(self._threads, start=1):
+            if thread.work is not None and self._started[index]:
+                self._give_turn(index)
+            thread.work = None

@@ -113,10 +113,7 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
 def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess: bool) -> None:
     """Choose the sum of gradients for a loss that was divided by `size`, and warn if `size` looks wrong.
 
-    Rank 0 warns, once, if `size` is the size of one replica's part, and not of the whole: of the global batch of a
-    loader's step, or of an array that `Strategy.shard` has cut. Any other `size` is the program's choice: it may
-    accumulate gradients, or scale by the step of another loader. While torch.compile compiles, `size` is not looked at,
-    because the compiled graph serves batches of many sizes.
+    While torch.compile compiles, `size` is not looked at, because the compiled graph serves batches of many sizes.
 
     Args:
         num_examples: number of examples of the loss.
@@ -128,8 +125,16 @@ def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess:
     extended = get_strategy().extended
     is_compiling = torch.compiler.is_compiling()
     choose_sum(contradicts_mean, extended.modules.rule.name, is_compiling and is_guess)
-    if is_compiling or extended.modules.rule.chosen == "mean":
-        return
+    if not is_compiling and extended.modules.rule.chosen != "mean":
+        _tell_of_size(extended, num_examples, size)
+
+
+def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
+    """Let rank 0 warn, once, if the loss was divided by `size`, the size of one replica's part, and not of the whole.
+
+    The whole is the global batch of a loader's step, or an array that `Strategy.shard` has cut. Any other `size` is the
+    program's choice: it may accumulate gradients, or scale by the step of another loader.
+    """
     steps = extended.given_steps
     cuts = extended.sharded.cuts
     replicas = extended.num_replicas_in_sync

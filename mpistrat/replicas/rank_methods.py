@@ -74,9 +74,8 @@ class RankMethods:
         torch = sys.modules.get("torch")
         if torch is None:
             return name
-        if name.startswith("cpu:"):  # the number is a replica's; a tensor's device has none
-            name = "cpu"
-        return torch.device(name)
+        # The number in "cpu:1" is a replica's. A tensor's device is "cpu" without a number.
+        return torch.device("cpu" if name.startswith("cpu:") else name)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Call `print(*args, **kwargs)` on rank 0, there for the first replica only; do nothing elsewhere.
@@ -114,15 +113,10 @@ class RankMethods:
         def broadcast(communicator: Communicator) -> Any:
             if communicator.size == 1:
                 return value
-            is_root = communicator.rank == 0
-            pickled = b""
             with communicator.raising_together():
-                if is_root:
-                    pickled = pickle.dumps(value)
+                pickled = pickle.dumps(value) if communicator.rank == 0 else b""
             pickled = communicator.broadcast_object(pickled, label="broadcast_object()")
-            if is_root:
-                return value
-            return pickle.loads(pickled)
+            return value if communicator.rank == 0 else pickle.loads(pickled)
 
         return self._together("broadcast_object", broadcast)
 

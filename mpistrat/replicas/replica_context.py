@@ -153,10 +153,7 @@ class ReplicaContext:
             extended.communicator.raise_together(error)
         plain = value.__class__ is np.ndarray  # neither a structure nor a tensor of autograd
         whole = plain or arrays.is_array(value)
-        parts = [value], "", _THE_ONE
-        if not whole:
-            parts = nest.take_apart(value)
-        leaves, label, pack = parts
+        leaves, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
         if not leaves:
             return value
         if not plain and _needs_gradient(leaves):
@@ -198,10 +195,8 @@ class ReplicaContext:
         """
         require_replica(self, "all_gather")
         extended = self._extended
-        parts = [value], "", _THE_ONE
-        if not arrays.is_array(value):
-            parts = nest.take_apart(value)
-        leaves, label, pack = parts
+        whole = arrays.is_array(value)
+        leaves, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
         if IndexedSlices in {type(leaf) for leaf in leaves}:
             extended.communicator.raise_together(
                 NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")

@@ -437,8 +437,7 @@ class StrategyExtended(abc.ABC):
 
             return context.merge_call(merge, tuple(args), keywords)
         require_cross_replica(self.strategy, "update")
-        copies = self.variables.copies(variable)
-        return self._on_each(copies, fn, tuple(args), keywords, group)
+        return self._on_each(self.variables.copies(variable), fn, tuple(args), keywords, group)
 
     def _on_each(
         self,
@@ -484,7 +483,7 @@ class StrategyExtended(abc.ABC):
         check_call("update_non_slot", fn, args, kwargs)
         devices = colocate_with if isinstance(colocate_with, (list, tuple)) else (colocate_with,)
 
-        def without_device(device: Any, *own_args: Any, **own_kwargs: Any) -> Any:
+        def without_device(device: Any, /, *own_args: Any, **own_kwargs: Any) -> Any:
             return fn(*own_args, **own_kwargs)
 
         return self._on_each(devices, without_device, tuple(args), dict(kwargs or {}), group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpistrat.communicators import Communicator
 from mpistrat.machine.devices import (
@@ -31,8 +32,7 @@ def bind(
     """Return this rank's devices: `devices` if given, else one of the node's accelerators, else the CPU.
 
     It also makes the rank's accelerator current, the first of `devices`. If every rank uses a GPU, the communicator
-    takes buffers on GPUs from then on. If it cannot send them by NCCL, rank 0 says so. Otherwise buffers go through
-    host memory; rank 0 then names a rank that sees no GPU, if another rank uses one.
+    takes buffers on GPUs from then on. If it cannot send them by NCCL, rank 0 says so.
 
     Called by: every rank of `communicator`, in the constructor of a strategy.
     Args:
@@ -49,11 +49,8 @@ def bind(
     if devices is None:
         used = ()
         shares = share_out(of_ranks)
-        here = ranks.index(communicator.rank)
-        share = shares[here]
-        devices = ("cpu:0",)
-        if share is not None:
-            devices = (f"{accelerator()}:{share}",)
+        share = shares[ranks.index(communicator.rank)]
+        devices = ("cpu:0",) if share is None else (f"{accelerator()}:{share}",)
         if topology.rank == 0:
             _tell_of_unused(of_ranks, shares, topology.num_nodes)
     kind, _, number = devices[0].partition(":")
@@ -61,16 +58,29 @@ def bind(
         index = int(number)
         make_current(index)
         used = (topology.node, seen[index])
-    # By rank: a node and the name of its GPU; () if the rank sees none; None if the program chose the host.
     gpus = communicator.all_gather_object(used, label="accelerators used")
-    if communicator.size > 1 and all(gpus):
+    if communicator.size > 1:
+        _use_gpus(communicator, gpus, number, quiet)
+    return tuple(devices)
+
+
+def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quiet: bool) -> None:
+    """Let `communicator` take buffers on GPUs, if every rank uses a GPU. Called by: every rank.
+
+    Otherwise buffers go through host memory. Rank 0 then names a rank that sees no GPU, if another rank uses one.
+
+    Args:
+        gpus: the node and the name of each rank's GPU, in rank order; () for a rank that sees none; None for a rank
+            where the program chose the host.
+        number: number of this rank's GPU in this process.
+        quiet: whether rank 0 says nothing about NCCL and host memory.
+    """
+    if all(gpus):
         from mpistrat.communicators.transports.accelerator.gpu_transports import Gpu, use_gpus
 
-        of_all = [Gpu(*gpu) for gpu in gpus]
-        use_gpus(communicator, of_all, int(number), quiet=quiet)
+        use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number), quiet=quiet)
     elif any(gpus) and () in gpus and communicator.rank == 0 and not quiet:
         tell_of_way("through host memory", f"rank {gpus.index(())} sees no GPU")
-    return tuple(devices)
 
 
 def bind_all(communicator: Communicator, topology: Topology) -> _Names:
@@ -80,10 +90,8 @@ def bind_all(communicator: Communicator, topology: Topology) -> _Names:
     Returns: names such as ("cuda:0", "cuda:1"); ("cpu:0",) without accelerators.
     """
     ranks, of_ranks = _of_node(communicator, topology, seen_accelerators())
-    shares = share_all(of_ranks)
-    here = ranks.index(communicator.rank)
-    devices = tuple(f"{accelerator()}:{i}" for i in shares[here])
-    return devices or ("cpu:0",)
+    share = share_all(of_ranks)[ranks.index(communicator.rank)]
+    return tuple(f"{accelerator()}:{i}" for i in share) or ("cpu:0",)
 
 
 def _of_node(
@@ -95,13 +103,8 @@ def _of_node(
     Args: seen: the names of the accelerators that this rank may take.
     """
     seen_by_ranks = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
-    ranks = []
-    of_ranks = []
-    for rank, (node, names) in enumerate(seen_by_ranks):
-        if node == topology.node:
-            ranks.append(rank)
-            of_ranks.append(names)
-    return ranks, of_ranks
+    ranks = [rank for rank, (node, _) in enumerate(seen_by_ranks) if node == topology.node]
+    return ranks, [seen_by_ranks[rank][1] for rank in ranks]
 
 
 def _tell_of_unused(
@@ -115,11 +118,8 @@ def _tell_of_unused(
             accelerator.
     """
     global _has_told
-    taken = set()
-    for names, share in zip(of_ranks, shares, strict=True):
-        if share is not None:
-            taken.add(names[share])
-    used = len(taken)
+    by_rank = zip(of_ranks, shares, strict=True)
+    used = len({names[share] for names, share in by_rank if share is not None})
     present = len(set().union(*of_ranks))
     if used < present and not _has_told:
         _has_told = True

@@ -108,18 +108,12 @@ class MirroredStrategy(Strategy):
         is_part = comm is None and topology.num_nodes > 1
         if is_part:
             communicator = _of_node(communicator, topology.node)
-
-        def comm_of_replicas() -> MPI.Intracomm:
-            if is_part:
-                return _comm_of_node(topology.node)
-            return resolver.comm
-
         group = strategy_parts.agree(
             type(self).__name__,
             topology,
             communicator,
             checked,
             asked,
-            comm=comm_of_replicas,
+            comm=lambda: _comm_of_node(topology.node) if is_part else resolver.comm,
         )
         super().__init__(strategy_parts.mirrored(self, group, asked))

@@ -25,9 +25,7 @@ def initial_array(
         raise ValueError("a variable needs an initial value, got None")
     if shape is not None and takes_parts(initial_value):
         return called_for_part(initial_value, dtype, shape)
-    value = initial_value
-    if callable(value):
-        value = value()
+    value = initial_value() if callable(initial_value) else initial_value
     read = arrays.detach_read(value)
     read = arrays.as_operand(read) if dtype is None else arrays.as_array(read)
     # Other ranks would get the pointers of an array of objects as numbers.

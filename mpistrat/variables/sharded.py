@@ -50,21 +50,18 @@ class ShardedVariable(Variable):
         for variable in variables:
             if not isinstance(variable, Variable):
                 raise TypeError(f"ShardedVariable takes variables, got {variable!r:.80}")
-            shape = variable.shape
-            if not shape:
+            if not variable.shape:
                 raise ValueError(
                     f"variable {variable.name!r} is a number, and has no rows to be a shard of"
                 )
-            same_rows = shape[1:] == first.shape[1:]
-            if variable.dtype != first.dtype or not same_rows:
+            if variable.dtype != first.dtype or variable.shape[1:] != first.shape[1:]:
                 raise ValueError(
                     "shards must have one dtype, and shapes that differ in their first size only, got "
-                    f"{first.dtype} {list(first.shape)} and {variable.dtype} {list(shape)}"
+                    f"{first.dtype} {list(first.shape)} and {variable.dtype} {list(variable.shape)}"
                 )
         self.variables = list(variables)
         self.name = name
-        sizes = [variable.shape[0] for variable in variables]
-        self._division = Division(name, sizes)
+        self._division = Division(name, [variable.shape[0] for variable in variables])
         self.offsets = self._division.offsets
         self.trainable = first.trainable
         self.synchronization = first.synchronization
@@ -130,8 +127,7 @@ class ShardedVariable(Variable):
             row %= size
             shard = bisect.bisect_right(self._division.ends, row)
             row_of_shard = row - self.offsets[shard]
-            rows = self.variables[shard].read_value()
-            return rows[(row_of_shard, *rest)]
+            return self.variables[shard].read_value()[(row_of_shard, *rest)]
         return self.read_value()[key]
 
     def _rows(self, wanted: range) -> Array:
@@ -160,15 +156,9 @@ class ShardedVariable(Variable):
         return f" shards={self.variables}"
 
     def _update(self, method: str, operand: Any) -> ShardedVariable:
-        parts: list[Any] = []
+        parts: Sequence[Any]
         if method.startswith("scatter_"):
-            check_is_slices(self.name, operand)
-            positions, owners = self._division.owners(operand.indices, method)
-            for shard, offset in enumerate(self.offsets):
-                # A shard gets an update without rows, too, because all ranks together update a distributed variable.
-                (rows,) = np.nonzero(owners == shard)
-                indices = positions[rows] - offset
-                parts.append(IndexedSlices(operand.values[rows], indices))
+            parts = self._slices_of_shards(method, operand)
         else:
             parts = self._rows_of_shards(operand)
         self._update_shards(method, parts)
@@ -177,6 +167,17 @@ class ShardedVariable(Variable):
     def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
         for variable, operand in zip(self.variables, operands, strict=True):
             variable._update(method, operand)
+
+    def _slices_of_shards(self, method: str, slices: Any) -> list[IndexedSlices]:
+        check_is_slices(self.name, slices)
+        positions, owners = self._division.owners(slices.indices, method)
+        parts = []
+        for shard, offset in enumerate(self.offsets):
+            # A shard gets an update without rows, too, because all ranks together update a distributed variable.
+            (rows,) = np.nonzero(owners == shard)
+            indices = positions[rows] - offset
+            parts.append(IndexedSlices(slices.values[rows], indices))
+        return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
         whole = arrays.detach_read(value)
@@ -220,8 +221,7 @@ class Division:
             raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
         positions = arrays.to_numpy(array).astype(np.int64, copy=False)
         check_rows(self._name, positions, self.ends[-1])
-        equal_sizes = equal_parts(self.ends[-1], len(self._sizes))
-        if self._sizes != equal_sizes:
+        if self._sizes != equal_parts(self.ends[-1], len(self._sizes)):
             raise NotImplementedError(
                 f"variable {self._name!r}: {method} needs shards of equal sizes; only the first ones may have a "
                 f"row more. The shards have {self._sizes} rows"

@@ -150,9 +150,7 @@ def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
     if not arrays.is_integer(array):
         return True
     limits = np.iinfo(name)
-    if int(numbers.min()) < limits.min:
-        return False
-    return int(numbers.max()) <= limits.max
+    return limits.min <= int(numbers.min()) and int(numbers.max()) <= limits.max
 
 
 def _kinds_that_fit(array: Array) -> str:

@@ -60,9 +60,7 @@ def checked_arguments(
         raise TypeError(f"trainable must be True, False or None, got {trainable!r:.60}")
     if not isinstance(name, (str, type(None))):
         raise TypeError(f"name must be a string or None, got {name!r:.60}")
-    size = None
-    if shape is not None:
-        size = tuple(operator.index(length) for length in shape)
+    size = None if shape is None else tuple(operator.index(length) for length in shape)
     if synchronization is not VariableSynchronization.ON_READ:
         synchronization = VariableSynchronization.ON_WRITE
     if trainable is None:
