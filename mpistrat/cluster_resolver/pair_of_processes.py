@@ -36,9 +36,8 @@ def commands(
         no mpiexec and, in a Slurm job, no srun.
     """
     beside_library = Path(library).parent.parent / "bin" / "mpiexec"
-    mpiexec = shutil.which("mpiexec")
-    if library and beside_library.exists():
-        mpiexec = str(beside_library)
+    is_beside = library != "" and beside_library.exists()
+    mpiexec = str(beside_library) if is_beside else shutil.which("mpiexec")
     if mpiexec is not None:
         yield _by_mpiexec(mpiexec, version, hosts, environ)
     if "SLURM_JOB_ID" in environ and (srun := shutil.which("srun")) is not None:

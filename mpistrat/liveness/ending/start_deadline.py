@@ -104,9 +104,10 @@ def _starting(size: int | None) -> Iterator[None]:
         record stays unchanged.
     """
     observed = observation.current
-    record = RankRecord(None)
     if observed and observed.record.size == size:
         record = observed.record
+    else:
+        record = RankRecord(None)
     before = record.starting  # not 0 if a block around this one has set it
     record.starting = before or time.monotonic_ns()
     try:

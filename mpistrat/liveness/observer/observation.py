@@ -59,7 +59,8 @@ current: Observed | None = None  # the last result of `join`
 def begin() -> bool:
     """Make this process observable from now on, if the launcher's variables give its rank.
 
-    It starts no MPI and raises nothing.   Called by: `rank_end.begin`.
+    It makes this rank's record in the job's folder, and starts the node's observer if the folder is new. When the
+    program exits, `_leave` notes this in the record. It starts no MPI and raises nothing.   Called by: `rank_end.begin`.
 
     Returns: True if this process is a rank and was not observed before; it may still have no record, because no folder
         can be made or the job has no name yet. False for a process that a rank has started.

@@ -242,7 +242,7 @@ class Observer:
             overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
             if 0 < wait.limit < overdue:
                 text = self._compose(self._stall_report, wait, waited)
-                if wait.lasts():
+                if wait.lasts():  # the ranks may have left it while the report was made
                     self._report(text, wait.record.on_stall, 1, wait.slot.group)
                 return
             if wait.timeout and not wait.noticed:
@@ -265,7 +265,7 @@ class Observer:
             return
         if not self._is_reported_elsewhere():
             text = self._compose(self._stall_report, wait, waited)
-            if not wait.lasts():
+            if not wait.lasts():  # the ranks may have left it while the report was made
                 return
             end = _OUTCOMES[RAISE] if passed else "They go on waiting until then."
             self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
@@ -441,11 +441,8 @@ class Pauses:
 
     def seconds_since(self, moment: float) -> float:
         """Return the seconds since `moment` (by `time.monotonic()`), less all pauses that ended after `moment`."""
-        waited = time.monotonic() - moment
-        for end, seconds in self._pauses:
-            if end > moment:
-                waited -= seconds
-        return waited
+        paused = sum(seconds for end, seconds in self._pauses if end > moment)
+        return time.monotonic() - moment - paused
 
 
 class ReportFile:

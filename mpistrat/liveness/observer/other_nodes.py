@@ -154,7 +154,8 @@ class OtherNodes:
     def look(self, now: float) -> None:
         """Ask the other nodes if the observer has set ASK, write their accounts, or pass on the report of a stall.
 
-        The accounts are written when all nodes have answered, or after 2 s. Does not wait.
+        First, have this rank raise StallError if it stays in a collective that another rank has left with an error. The
+        accounts are written when all nodes have answered, or after 2 s, then without the silent nodes. Does not wait.
 
         Args: now: the time by `time.monotonic()`.   Called by: `ExitGroup`, a few times a second.
         """
@@ -192,6 +193,5 @@ def _account_of_node(folder: str) -> Account:
     ranks = find_ranks(folder)
     calls = {}
     for rank in ranks:
-        by_communicator = {str(group): made for group, made in rank.calls.items()}
-        calls[str(rank.number)] = by_communicator
+        calls[str(rank.number)] = {str(group): made for group, made in rank.calls.items()}
     return Account(calls, account_of(ranks))

@@ -267,6 +267,9 @@ class RankRecord:
     def seconds_waited(self, last: int = 60) -> float:
         """Return the seconds that this rank waited for other ranks to enter collectives, summed over all waits.
 
+        Waits that have ended count in full, also the part before the last `last` seconds. A wait that still lasts
+        counts as at most `last` seconds.
+
         Args: last: count waits that ended in the last so many seconds, at most 63, and the longest wait that still
             lasts.
         """
