@@ -93,9 +93,7 @@ class ClusterResolver(ABC):
         The base class ignores the arguments.
         """
         count = num_accelerators() or len(visible_gpus())
-        if count:
-            return {"GPU": count}
-        return {}
+        return {"GPU": count} if count else {}
 
     @property
     def environment(self) -> str | None:

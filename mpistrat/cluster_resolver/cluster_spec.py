@@ -92,10 +92,7 @@ class ClusterSpec:
 
     def as_cluster_def(self) -> ClusterDef:
         """Return the jobs and their addresses as a `ClusterDef`: nested tuples, with tasks sorted by index."""
-        jobs = []
-        for job, tasks in self._jobs.items():
-            by_index = sorted(tasks.items())
-            jobs.append((job, tuple(by_index)))
+        jobs = [(job, tuple(sorted(tasks.items()))) for job, tasks in self._jobs.items()]
         return ClusterDef(tuple(jobs))
 
     def _job(self, job_name: str) -> dict[int, str]:
@@ -161,6 +158,4 @@ def _index(job: str, index: Any) -> int:
 def _densest(tasks: dict[int, str]) -> list[str] | dict[int, str]:
     ordered = dict(sorted(tasks.items()))
     dense = ordered and list(ordered) == list(range(len(ordered)))
-    if dense:
-        return list(ordered.values())
-    return ordered
+    return list(ordered.values()) if dense else ordered

@@ -283,10 +283,9 @@ def _deciding_claim(
     claim both say one rank, a later claim of several ranks decides.
     Returns: None if no launcher's variable is set.
     """
-    world = (world_size, world_rank)
     claims = list(_claims(environ, library_family(version)))
     for claim in claims:
-        if world_size > 1 and (claim.size, claim.rank) == world:
+        if world_size > 1 and (claim.size, claim.rank) == (world_size, world_rank):
             return claim
         if world_size == claims[0].size == 1 and _denies_that_it_is_alone(claim, environ):
             return claim
@@ -399,19 +398,11 @@ def _claim(environ: Environment, row: tuple[str, str, str, str]) -> LauncherClai
     Raises: TopologyError if a variable is not a number.
     """
     size, rank, launcher, family = row
-    variables = []
-    for name in (size, rank):
-        if name in environ:
-            variables.append(f"{name}={environ[name]}")
+    variables = ", ".join(f"{name}={environ[name]}" for name in (size, rank) if name in environ)
     # Each component of a heterogeneous Slurm job counts its own tasks.
     at_least = row == SLURM_STEP and _number(environ, "SLURM_HET_SIZE") not in (None, 0, 1)
     return LauncherClaim(
-        _number(environ, size),
-        _number(environ, rank),
-        ", ".join(variables),
-        launcher,
-        family,
-        at_least,
+        _number(environ, size), _number(environ, rank), variables, launcher, family, at_least
     )
 
 

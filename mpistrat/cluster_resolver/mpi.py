@@ -223,14 +223,9 @@ def import_mpi() -> tuple[Any, list[str]]:
 
 def _initialize(mpi: Any, claim: launcher.LauncherClaim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
-    level = mpi.THREAD_SINGLE
-    if rc.threads:
-        level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}")
-    rank = None
-    size: int | None = 1
-    if claim is not None:
-        rank = claim.rank
-        size = claim.size
+    level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
+    rank = None if claim is None else claim.rank
+    size = 1 if claim is None else claim.size
     rank_end.begin()  # the launcher's variables may have been missing when mpistrat was imported
     with init_deadline(rank=rank, size=size), warnings.catch_warnings():
         # mpi4py guesses a mismatch from PMI_SIZE; check_world finds it for certain

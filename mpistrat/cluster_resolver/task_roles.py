@@ -160,9 +160,7 @@ def coordination_leader(cluster_spec: Cluster) -> str:
     Raises: ValueError if the cluster has tasks, but none of these types.
     """
     spec = normalize_cluster_spec(cluster_spec)
-    if not spec:
-        return ""
-    return _first_task(spec, ("ps", "chief", "worker"))
+    return _first_task(spec, ("ps", "chief", "worker")) if spec else ""
 
 
 @dataclass(frozen=True)

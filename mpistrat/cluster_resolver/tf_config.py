@@ -117,9 +117,7 @@ def parse_tf_config(text: str) -> dict[str, Any]:
         message = f"{TF_CONFIG}={text!r:.80} is no JSON: {error.msg}"
         raise json.JSONDecodeError(message, error.doc, error.pos) from None
     except ValueError as error:  # a key is given twice, or a number has too many digits for Python
-        what = str(error)
-        if "twice" not in what:
-            what = "holds a number of too many digits"
+        what = error if "twice" in str(error) else "holds a number of too many digits"
         raise ValueError(f"{TF_CONFIG}={text!r:.80}: {what}") from None
     if not isinstance(config, dict):
         raise ValueError(

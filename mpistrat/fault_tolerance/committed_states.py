@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 from mpistrat import arrays, nest
@@ -65,14 +66,11 @@ def copied(value: Any, memory: Any = None) -> Any:
     """
     if isinstance(value, dict):
         by_key = memory if isinstance(memory, dict) else {}
-        copies = {}
-        for key, part in value.items():
-            copies[key] = copied(part, by_key.get(key))
-        return copies
+        return {key: copied(part, by_key.get(key)) for key, part in value.items()}
     if type(value) in (list, tuple):
         known = memory if type(memory) is type(value) else ()
-        older = iter(known)
-        return type(value)(copied(part, next(older, None)) for part in value)
+        pairs = itertools.zip_longest(value, known[: len(value)])
+        return type(value)(copied(part, older) for part, older in pairs)
     if isinstance(value, (str, bytes, int, float, type(None))):
         return value
     if not arrays.is_array(value) or value.dtype == object:

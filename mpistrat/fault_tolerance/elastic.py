@@ -191,11 +191,8 @@ class Elastic:
         Raises: TooFewReplicasError on all ranks, if fewer than `min_replicas` replicas are left.
         """
         if self._replicas is not None and arguments.get("deterministic"):
-            rank = 0
-            size = 1
-            if self.comm:
-                rank = self.comm.rank
-                size = self.comm.size
+            rank = self.comm.rank if self.comm else 0
+            size = self.comm.size if self.comm else 1
             replicas = replicas_of(self._replicas, size)[rank]
             arguments["devices"] = [f"cpu:{i}" for i in range(replicas)]
         strategy = MultiWorkerMirroredStrategy(comm=self.comm, **arguments)
@@ -271,8 +268,7 @@ class Elastic:
         state = checkpoint.state_dict()
         if not self._num_kept:
             check_whole(state["common"])
-        parts = state["ranks"]
-        ranks = {rank: pickle.dumps(part) for rank, part in parts.items()}
+        ranks = {rank: pickle.dumps(part) for rank, part in state["ranks"].items()}
         survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})
         self._seconds.append(time.perf_counter() - started)

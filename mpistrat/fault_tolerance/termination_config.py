@@ -135,10 +135,11 @@ def _number(name: str | int) -> int:
     Raises: ValueError if `name` is no signal, or a signal that no program can handle (SIGKILL, SIGSTOP).
     """
     try:
-        known: Any = name
-        if isinstance(name, str):
-            known = signal.Signals[f"SIG{name.removeprefix('SIG')}"]
-        number = signal.Signals(known)
+        number = (
+            signal.Signals[f"SIG{name.removeprefix('SIG')}"]
+            if isinstance(name, str)
+            else signal.Signals(name)
+        )
     except (KeyError, ValueError):
         raise ValueError(f"signals must be names or numbers of signals, got {name!r:.60}") from None
     if number in _NEVER_HANDLED:

@@ -146,10 +146,7 @@ def _owner_of(file: str) -> int:
 
 def _files_of(*modules: str) -> set[str]:
     """Return the files of the given modules; modules that are not loaded are left out."""
-    files: set[Any] = set()
-    for name in modules:
-        module = sys.modules.get(name)
-        files.add(getattr(module, "__file__", None))
+    files: set[Any] = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
     return files - {None}
 
 

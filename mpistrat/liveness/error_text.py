@@ -32,14 +32,8 @@ def of_the_program(text: str) -> str:
 
     Returns: the whole `text` if MPISTRAT_TRACEBACK=full, or if no frame would be left.
     """
-
-    def of_frame(frame: re.Match[str]) -> str:
-        if _LEFT_OUT.match(frame[2]):
-            return ""
-        return frame[0]
-
     text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)  # torch's prefix of each line
-    short = FRAME.sub(of_frame, text)
+    short = FRAME.sub(lambda frame: "" if _LEFT_OUT.match(frame[2]) else frame[0], text)
     if full_tracebacks() or not FRAME.search(short):
         return text
     # The message of an error in a worker process has the worker's traceback.

@@ -43,9 +43,7 @@ def state_of(pid: int, began: int = 0) -> str:
         gone. 0: do not compare.
     """
     fields = _stat(pid)
-    if began in (0, int(fields[19])):
-        return fields[0]
-    return ""
+    return fields[0] if began in (0, int(fields[19])) else ""
 
 
 def began_at(pid: int) -> int:

@@ -97,9 +97,7 @@ def raise_if_stalled(watch: CommunicatorWatch) -> None:
     left the call with an error. The text is the report of the job's folder; a short text if that cannot be read.
     """
     record = watch.record
-    if record.abort != RAISE:
-        return
-    if record.stalled == record.words[watch.slot + GROUP]:
+    if record.abort == RAISE and record.stalled == record.words[watch.slot + GROUP]:
         otherwise = (
             f"rank {record.rank} waited too long for the other ranks; see the report on stderr"
         )

@@ -68,8 +68,7 @@ def _numbered(prefix: str, ranges: str, hostlist: str) -> list[str]:
         if last < first:
             raise ValueError(f"host list {hostlist!r:.200}: the range {item!r} runs backwards")
         _check_length(len(hosts) + last - first + 1, hostlist)
-        for number in range(first, last + 1):
-            hosts.append(f"{prefix}{number:0{width}d}")
+        hosts += [f"{prefix}{number:0{width}d}" for number in range(first, last + 1)]
     return hosts
 
 

@@ -182,11 +182,7 @@ class SlurmClusterResolver(ClusterResolver):
         if self._number(COMPONENTS, "1") <= 1 or len(tasks) == 1:
             return [tasks]
         hosts = hosts_of_components(self._environ)
-        components = []
-        for listed in hosts:
-            component = [task for task in tasks if task[0] in listed]
-            if component:
-                components.append(component)
+        components = [[task for task in tasks if task[0] in listed] for listed in hosts]
         if sum(len(component) for component in components) != len(tasks):
             names = [COMPONENT_NODES.format(number) for number in range(len(hosts))]
             raise TopologyError(
@@ -194,7 +190,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"which nodes belong to which is not told: submit the job with sbatch or salloc, which set "
                 f"{COMPONENT_NODES.format(0)} and so on; or let MPIClusterResolver ask MPI"
             )
-        return components
+        return [component for component in components if component]
 
     def _tasks_of_nodes(self, tasks_per_node: int | str | Mapping[str, int] | None) -> _Tasks:
         hosts = _hosts_in(self._environ, NODE_LIST)
@@ -210,11 +206,9 @@ class SlurmClusterResolver(ClusterResolver):
         except ValueError as error:
             raise TopologyError(f"{TASKS_PER_NODE}: {error}") from None
         if len(tasks) != len(hosts):
-            nodes = self._shown(NODE_LIST)
-            counts_of_tasks = self._shown(TASKS_PER_NODE)
             raise TopologyError(
-                f"{nodes} names {len(hosts)} nodes, and {counts_of_tasks} is of {len(tasks)}: "
-                f"one of them describes another step. srun sets both; MPIClusterResolver asks MPI instead"
+                f"{self._shown(NODE_LIST)} names {len(hosts)} nodes, and {self._shown(TASKS_PER_NODE)} is of "
+                f"{len(tasks)}: one of them describes another step. srun sets both; MPIClusterResolver asks MPI instead"
             )
         return list(zip(hosts, tasks, strict=True))
 
@@ -249,12 +243,8 @@ class SlurmClusterResolver(ClusterResolver):
         if bound and (per_node, per_task) == (None, None):
             self._auto_set_gpu = False  # Slurm has bound each task to its GPUs
             return visible
-        if per_node is None:
-            per_node = visible
-        per_node = _count("gpus_per_node", per_node)
-        if per_task is None:
-            per_task = per_node // most_tasks
-        per_task = _count("gpus_per_task", per_task)
+        per_node = visible if per_node is None else _count("gpus_per_node", per_node)
+        per_task = per_node // most_tasks if per_task is None else _count("gpus_per_task", per_task)
         if most_tasks * per_task > per_node:
             raise TopologyError(
                 f"{most_tasks} tasks of one node with gpus_per_task={per_task} need {most_tasks * per_task} GPUs, "
@@ -286,11 +276,8 @@ class SlurmClusterResolver(ClusterResolver):
         return int(text)
 
     def _shown(self, *names: str) -> str:
-        shown = []
-        for name in names:
-            if name in self._environ:
-                shown.append(f"{name}={self._environ[name]:.200}")
-        return ", ".join(shown)
+        found = [name for name in names if name in self._environ]
+        return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
 
 
 def hosts_of_components(environ: Environment = os.environ) -> list[list[str]]:
@@ -343,10 +330,7 @@ def _natural(host: str) -> list[tuple[str, int]]:
 def _counts(name: str, counts: Mapping[str, int]) -> dict[str, int]:
     if not isinstance(counts, Mapping) or not all(isinstance(key, str) for key in counts):
         raise TypeError(f"{name} must be a dict of names to numbers of tasks, got {counts!r}")
-    checked = {}
-    for key, count in counts.items():
-        checked[key] = _count(f"{name}[{key!r}]", count)
-    return checked
+    return {key: _count(f"{name}[{key!r}]", count) for key, count in counts.items()}
 
 
 def _count(name: str, value: int | str) -> int:

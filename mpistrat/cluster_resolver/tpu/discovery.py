@@ -164,7 +164,4 @@ def _found_once() -> _Found:
 def parse_tpu_env(text: str) -> dict[str, str]:
     """Return a dict of the lines KEY: 'value' in the metadata server's YAML text tpu-env. Other lines are skipped."""
     lines = re.findall(r"""^\s*([\w-]+)\s*:\s*(?:'(.*)'|"(.*)"|(.*?))\s*$""", text, re.MULTILINE)
-    values = {}
-    for key, single, double, bare in lines:
-        values[key] = single.replace("''", "'") or double or bare
-    return values
+    return {key: single.replace("''", "'") or double or bare for key, single, double, bare in lines}

@@ -185,9 +185,7 @@ def _endpoints(tpu: str | Sequence[str] | None) -> list[str]:
 
 
 def _endpoint(address: str) -> str:
-    bare = ""
-    if isinstance(address, str):
-        bare = address.strip().removeprefix(f"{_GRPC}://")
+    bare = address.strip().removeprefix(f"{_GRPC}://") if isinstance(address, str) else ""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::([0-9]{1,5}))?", bare)
     if not match or int(match[2] or _PORT) > 65535:
         raise ValueError(

@@ -53,8 +53,7 @@ class ExitGroup:
         # By communicator name, the number of the last reported call.
         self._reported: dict[str, int] = {}
         # All ranks report to rank 0: the coordinators of other ranks have no ranks to decide about.
-        ranks = comm.size if comm.rank == 0 else 0
-        self.coordinator = ExitCoordinator(ranks)
+        self.coordinator = ExitCoordinator(comm.size if comm.rank == 0 else 0)
         self.other_nodes = OtherNodes(self._comm, record, self._send)
         self._sending = threading.Lock()
         self._unsent: list[MPI.Request] = []
@@ -113,9 +112,9 @@ class ExitGroup:
 
     def leave(self, end: ProgramExit) -> None:
         """Tell the exit coordinator how this rank's program has ended, and call `end`. Does not wait."""
-        rank = MPI.COMM_WORLD.rank
         calls = {calls.name: calls.calls for calls in self.calls()}
-        self._send(Left(rank, self._who, end.how, end.code, calls))
+        left = Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls)
+        self._send(left)
         self.end()
 
     def end(self) -> None:

@@ -273,12 +273,8 @@ def announce_exits() -> None:
                 # A launcher kills the other ranks as soon as one has ended without MPI_Finalize. So this rank waits
                 # until the observer has seen that all ranks exit.
                 ranks = find_ranks(observed.folder.path)
-
-                def all_exit() -> bool:
-                    return all(rank.record.exits == SEEN or rank.is_gone for rank in ranks)
-
                 soon(
-                    all_exit,
+                    lambda: all(rank.record.exits == SEEN or rank.is_gone for rank in ranks),
                     deadlines.RANK_WAITS_FOR_JOINT_EXITS,
                     sleeps_at_most=deadlines.SOON_SLEEPS,
                 )

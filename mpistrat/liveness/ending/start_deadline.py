@@ -77,8 +77,7 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
     import subprocess  # imported here, so that `import mpistrat` stays fast
 
     message = f"\nmpistrat: {_message('MPI_Init', seconds, rank, size)}\n"
-    arguments = [str(os.getpid()), str(seconds), message]
-    command = [python, "-I", "-S", "-c", _WATCHER, *arguments]
+    command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
     # The child has its own session, so that it prints no traceback on Ctrl-C. It gets none of the launcher's variables,
     # and only stderr as output, so that it keeps no other pipe open.
     with (
@@ -104,10 +103,7 @@ def _starting(size: int | None) -> Iterator[None]:
         record stays unchanged.
     """
     observed = observation.current
-    if observed and observed.record.size == size:
-        record = observed.record
-    else:
-        record = RankRecord(None)
+    record = observed.record if observed and observed.record.size == size else RankRecord(None)
     before = record.starting  # not 0 if a block around this one has set it
     record.starting = before or time.monotonic_ns()
     try:

@@ -59,8 +59,10 @@ current: Observed | None = None  # the last result of `join`
 def begin() -> bool:
     """Make this process observable from now on, if the launcher's variables give its rank.
 
-    It makes this rank's record in the job's folder, and starts the node's observer if the folder is new. When the
-    program exits, `_leave` notes this in the record. It starts no MPI and raises nothing.   Called by: `rank_end.begin`.
+    It makes this rank's record in the job's folder, and starts the node's observer if the folder is new. If the program
+    exits without a strategy, `_leave` notes this in the record. It starts no MPI and raises nothing.
+
+    Called by: `rank_end.begin`.
 
     Returns: True if this process is a rank and was not observed before; it may still have no record, because no folder
         can be made or the job has no name yet. False for a process that a rank has started.
@@ -110,8 +112,7 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
     with contextlib.suppress(FileNotFoundError):
         # The record may be left by the script's last program, or by this process before an exec.
         before = RankRecord(path)
-        is_own = before.pid == os.getpid()
-        if is_own or state_of(before.pid, before.began) in DEAD:
+        if before.pid == os.getpid() or state_of(before.pid, before.began) in DEAD:
             os.unlink(path)
     line = line_of(folder.path, rank)
     with contextlib.suppress(FileExistsError):
@@ -214,9 +215,7 @@ def announce_exit() -> Observed | None:
 
 def wake_observer(record: RankRecord) -> None:
     """Send SIGCONT to the observer of `record` if it is stopped (state T), because it would stay for ever."""
-    if state_of(record.observer) != "T":
-        return
-    if command_of(record.observer).endswith(record.folder):
+    if state_of(record.observer) == "T" and command_of(record.observer).endswith(record.folder):
         with contextlib.suppress(OSError):
             os.kill(record.observer, signal.SIGCONT)
 

@@ -127,11 +127,7 @@ def _how_it_died(rank: ObservedRank) -> str:
 def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> str:
     """Return the report that the programs of the ranks `absent` have ended while `waiting` wait for all to start."""
     first, *more = absent
-    how = first.record.end
-    if not how:
-        how = "came to its end"
-        if first.dead:
-            how = describe_exit(first.status)
+    how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
     so_did = f" (so did {_ranks(more)})" if more else ""
     wait = _wait(waiting)
     return (
@@ -196,9 +192,7 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     started = time.monotonic()
     time.sleep(deadlines.OBSERVER_MEASURES_CPU_TIME)
     elapsed = time.monotonic() - started
-    states = {}
-    for rank, cpu in used.items():
-        states[rank] = _state(rank, cpu, elapsed)
+    states = {rank: _state(rank, cpu, elapsed) for rank, cpu in used.items()}
     lines = []
     for rank, stack in _ask_for_stacks(shown):
         words = _last_words(rank, group)

@@ -158,8 +158,7 @@ class FailureLog:
             return False
         # The launcher must have had time to pass on the output of other ranks.
         said = self._entries(_SAID)
-        by_others = (entry.at for entry in said if entry.rank != self._rank)
-        last_said = max(by_others, default=0.0)
+        last_said = max((entry.at for entry in said if entry.rank != self._rank), default=0.0)
         return now - last_said > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
 
     def _is_said(self, error: str) -> bool:
@@ -224,13 +223,10 @@ def as_of_any_rank(traceback: str, rank: int) -> str:
     text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch's prefix of each line
     lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()
     # Indented lines are code, the same on all ranks. A number in them stays.
-    messages = []
+    messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]
     numbers: set[str] = set()
-    for i, line in enumerate(lines):
-        if not line[:1].isspace():
-            messages.append(i)
-            found = _NUMBER_OF_RANK.findall(line)
-            numbers.update(number for _, number in found)
+    for i in messages:
+        numbers.update(number for _, number in _NUMBER_OF_RANK.findall(lines[i]))
     if numbers == {str(rank)}:
         for i in messages:
             lines[i] = _NUMBER_OF_RANK.sub(r"\1#", lines[i])

@@ -74,8 +74,7 @@ def note_members(folder: str, group: int, ranks: Sequence[int]) -> None:
         ranks: the group's ranks, as numbers in the job.
     """
     with create(os.path.join(folder, f"members-{group:x}")) as file:
-        numbers = [str(rank) for rank in ranks]
-        file.write(" ".join(numbers))
+        file.write(" ".join(str(rank) for rank in ranks))
 
 
 def members_of(folder: str, group: int) -> set[int]:
