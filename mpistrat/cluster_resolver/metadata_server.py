@@ -32,7 +32,8 @@ def read_metadata(path: str, environ: Environment = os.environ) -> str | None:
     """
     host = environ.get(HOST) or environ.get(ADDRESS) or "metadata.google.internal"
     url = f"http://{host}/computeMetadata/v1/{path}"
-    answers: list[str | OSError | None] = [TimeoutError(f"no answer within {_SECONDS:g} s")]
+    no_answer = TimeoutError(f"no answer within {_SECONDS:g} s")
+    answers: list[str | OSError | None] = [no_answer]
     within(_SECONDS, lambda: answers.append(_answer(url)))
     answer = answers[-1]
     if isinstance(answer, OSError):

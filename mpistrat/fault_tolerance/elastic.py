@@ -268,7 +268,8 @@ class Elastic:
         state = checkpoint.state_dict()
         if not self._num_kept:
             check_whole(state["common"])
-        ranks = {rank: pickle.dumps(part) for rank, part in state["ranks"].items()}
+        parts = state["ranks"]
+        ranks = {rank: pickle.dumps(part) for rank, part in parts.items()}
         survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})
         self._seconds.append(time.perf_counter() - started)

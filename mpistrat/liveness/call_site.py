@@ -146,7 +146,8 @@ def _owner_of(file: str) -> int:
 
 def _files_of(*modules: str) -> set[str]:
     """Return the files of the given modules; modules that are not loaded are left out."""
-    files: set[Any] = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    loaded = [sys.modules.get(name) for name in modules]
+    files: set[Any] = {getattr(module, "__file__", None) for module in loaded}
     return files - {None}
 
 

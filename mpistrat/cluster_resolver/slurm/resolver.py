@@ -207,8 +207,9 @@ class SlurmClusterResolver(ClusterResolver):
             raise TopologyError(f"{TASKS_PER_NODE}: {error}") from None
         if len(tasks) != len(hosts):
             raise TopologyError(
-                f"{self._shown(NODE_LIST)} names {len(hosts)} nodes, and {self._shown(TASKS_PER_NODE)} is of "
-                f"{len(tasks)}: one of them describes another step. srun sets both; MPIClusterResolver asks MPI instead"
+                f"{self._shown(NODE_LIST)} names {len(hosts)} nodes, and "
+                f"{self._shown(TASKS_PER_NODE)} is of {len(tasks)}: one of them describes another step. "
+                "srun sets both; MPIClusterResolver asks MPI instead"
             )
         return list(zip(hosts, tasks, strict=True))
 

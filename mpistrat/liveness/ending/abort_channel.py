@@ -35,7 +35,8 @@ class AbortChannel:
         others = {*range(self._comm.size)} - {self._comm.rank}
         # MPI raises on a communicator that has lost a rank. Nothing is sent then, because all ranks know of the loss.
         with contextlib.suppress(MPI.Exception):
-            self._unsent += [self._comm.isend(text, rank, TAG) for rank in sorted(others)]
+            requests = [self._comm.isend(text, rank, TAG) for rank in sorted(others)]
+            self._unsent += requests
 
     def tell(self, text: str) -> None:
         """Send `text` unless this rank has sent a text before. Then wait for a text of each other rank, at most 0.75 s.

@@ -112,9 +112,9 @@ class ExitGroup:
 
     def leave(self, end: ProgramExit) -> None:
         """Tell the exit coordinator how this rank's program has ended, and call `end`. Does not wait."""
+        rank = MPI.COMM_WORLD.rank
         calls = {calls.name: calls.calls for calls in self.calls()}
-        left = Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls)
-        self._send(left)
+        self._send(Left(rank, self._who, end.how, end.code, calls))
         self.end()
 
     def end(self) -> None:

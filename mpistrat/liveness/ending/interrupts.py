@@ -25,7 +25,8 @@ class Interrupts:
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._reacted = False
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        self._reader, self._writer = os.pipe2(flags)
         with contextlib.suppress(ValueError):  # this is not the main thread
             if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
                 return

@@ -77,7 +77,8 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
     import subprocess  # imported here, so that `import mpistrat` stays fast
 
     message = f"\nmpistrat: {_message('MPI_Init', seconds, rank, size)}\n"
-    command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
+    arguments = [str(os.getpid()), str(seconds), message]
+    command = [python, "-I", "-S", "-c", _WATCHER, *arguments]
     # The child has its own session, so that it prints no traceback on Ctrl-C. It gets none of the launcher's variables,
     # and only stderr as output, so that it keeps no other pipe open.
     with (

@@ -73,10 +73,11 @@ class ObservedRank:
 
         After an exec the process no longer catches the signal that asks a rank for its stack: so an exec is noticed.
         """
+        pid = self.pid
         number = self.record.stack_signal
-        if not number or self.letter in DEAD or processes.catches(self.pid, number):
+        if not number or self.letter in DEAD or processes.catches(pid, number):
             return ""
-        return processes.command_of(self.pid)
+        return processes.command_of(pid)
 
     @property
     def who(self) -> str:

@@ -112,7 +112,8 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
     with contextlib.suppress(FileNotFoundError):
         # The record may be left by the script's last program, or by this process before an exec.
         before = RankRecord(path)
-        if before.pid == os.getpid() or state_of(before.pid, before.began) in DEAD:
+        is_own = before.pid == os.getpid()
+        if is_own or state_of(before.pid, before.began) in DEAD:
             os.unlink(path)
     line = line_of(folder.path, rank)
     with contextlib.suppress(FileExistsError):
@@ -215,7 +216,8 @@ def announce_exit() -> Observed | None:
 
 def wake_observer(record: RankRecord) -> None:
     """Send SIGCONT to the observer of `record` if it is stopped (state T), because it would stay for ever."""
-    if state_of(record.observer) == "T" and command_of(record.observer).endswith(record.folder):
+    is_stopped = state_of(record.observer) == "T"
+    if is_stopped and command_of(record.observer).endswith(record.folder):
         with contextlib.suppress(OSError):
             os.kill(record.observer, signal.SIGCONT)
 

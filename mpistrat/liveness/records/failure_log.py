@@ -158,7 +158,8 @@ class FailureLog:
             return False
         # The launcher must have had time to pass on the output of other ranks.
         said = self._entries(_SAID)
-        last_said = max((entry.at for entry in said if entry.rank != self._rank), default=0.0)
+        by_others = (entry.at for entry in said if entry.rank != self._rank)
+        last_said = max(by_others, default=0.0)
         return now - last_said > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
 
     def _is_said(self, error: str) -> bool:
@@ -226,7 +227,8 @@ def as_of_any_rank(traceback: str, rank: int) -> str:
     messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]
     numbers: set[str] = set()
     for i in messages:
-        numbers.update(number for _, number in _NUMBER_OF_RANK.findall(lines[i]))
+        found = _NUMBER_OF_RANK.findall(lines[i])
+        numbers.update(number for _, number in found)
     if numbers == {str(rank)}:
         for i in messages:
             lines[i] = _NUMBER_OF_RANK.sub(r"\1#", lines[i])

@@ -82,7 +82,8 @@ class CommunicatorWatch:
         Called by: futures of asynchronous collectives, with True before their callbacks run and False afterwards, so
         that a callback that hangs is reported as a stall.
         """
-        self.record.words[self.slot + SINCE] = time.monotonic_ns() if stays else 0
+        since = time.monotonic_ns() if stays else 0
+        self.record.words[self.slot + SINCE] = since
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
