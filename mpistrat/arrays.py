@@ -199,9 +199,7 @@ def itemsize_of(dtype: Any) -> int | None:
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
         return dtype.itemsize
-    if known.kind in "biufcV":
-        return known.itemsize
-    return None
+    return known.itemsize if known.kind in "biufcV" else None
 
 
 def num_elements(array: Array) -> int:
@@ -268,9 +266,8 @@ def cast(array: Array, dtype: Any) -> Array:
     """
     xp = api.array_namespace(array)
     try:
-        if isinstance(dtype, str):
-            return xp.astype(array, getattr(xp, dtype))
-        return xp.astype(array, dtype)
+        wanted = getattr(xp, dtype) if isinstance(dtype, str) else dtype
+        return xp.astype(array, wanted)
     except (AttributeError, TypeError):
         library = "torch" if is_torch(array) else "NumPy"
         raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, the array's library") from None
@@ -426,22 +423,12 @@ def on_one_device(values: Sequence[Array]) -> list[Array]:
     """
     first = values[0]
     if is_torch(first):
-        moved = []
-        for value in values:
-            if is_torch(value):
-                value = value.to(first.device)
-            moved.append(value)
-        return moved
+        return [v.to(first.device) if is_torch(v) else v for v in values]
     if is_cupy(first):
         import cupy
 
-        moved = []
         with first.device:
-            for value in values:
-                if is_cupy(value):
-                    value = cupy.asarray(value)
-                moved.append(value)
-        return moved
+            return [cupy.asarray(v) if is_cupy(v) else v for v in values]
     return list(values)
 
 
@@ -522,9 +509,7 @@ def to_device(array: Array, device: str) -> Array:
         return array
     kind, _, index = device.partition(":")
     if kind == "cpu":
-        if is_on_xla(array):
-            return to_host(array)
-        return array.to("cpu")
+        return to_host(array) if is_on_xla(array) else array.to("cpu")
     if kind in device_kinds and array.device.type == "cpu":
         return device_kinds[kind].put([array], device)[0]
     return array.to(f"{kind}:{index or 0}", non_blocking=True)

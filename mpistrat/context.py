@@ -189,9 +189,7 @@ class entered:  # noqa: N801 - used like a function: `with entered(mode):`
 def in_replica_block(strategy: AnyStrategy) -> bool:
     """Return whether this thread is inside `strategy.replica()`, and not in a `run` or a scope within it."""
     modes = per_thread.modes
-    if not modes:
-        return False
-    return modes[-1].in_block and modes[-1].strategy is strategy
+    return len(modes) > 0 and modes[-1].in_block and modes[-1].strategy is strategy
 
 
 def at_top_level() -> bool:
@@ -219,9 +217,7 @@ def outside_replica_block(strategy: AnyStrategy) -> contextlib.AbstractContextMa
 
     Elsewhere it changes nothing. Called by: the methods of `Checkpoint`.
     """
-    if in_replica_block(strategy):
-        return entered(strategy, None)
-    return _NOTHING
+    return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
 
 
 @contextlib.contextmanager
@@ -263,9 +259,7 @@ def require_unmixed(strategy: AnyStrategy, call: str) -> None:
     """
     other = per_thread.modes[-1].strategy if per_thread.modes else strategy
     if other is not strategy:
-        another = ""
-        if repr(other) == repr(strategy):
-            another = "another "
+        another = "another " if repr(other) == repr(strategy) else ""
         raise RuntimeError(
             f"{call} was called on {strategy} while {another}{other} is in force; strategies must not "
             "be mixed: leave the other strategy's scope, run or replica() first"

@@ -36,8 +36,7 @@ class IndexedSlices:
         indices = arrays.as_array(self.indices)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "indices", indices)
-        have_rows = indices.ndim == 1 and values.ndim > 0
-        if not have_rows or indices.shape[0] != values.shape[0]:
+        if indices.ndim != 1 or indices.shape != values.shape[:1]:
             raise ValueError(
                 f"IndexedSlices needs one index per row: got indices of shape {list(indices.shape)} for "
                 f"values of shape {list(values.shape)}"

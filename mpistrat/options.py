@@ -108,11 +108,11 @@ class CommunicationOptions:
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
         seconds = self.timeout_seconds
-        kinds = (int, float, type(None))
-        if isinstance(seconds, bool) or not isinstance(seconds, kinds):
-            raise TypeError(f"timeout_seconds must be a number or None, got {seconds!r:.60}")
-        if seconds is not None and not seconds >= 0:
-            raise ValueError(f"timeout_seconds must be >= 0, got {seconds}")
+        if seconds is not None:
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+                raise TypeError(f"timeout_seconds must be a number or None, got {seconds!r:.60}")
+            if not seconds >= 0:
+                raise ValueError(f"timeout_seconds must be >= 0, got {seconds}")
         implementation = _member(CommunicationImplementation, self.implementation, "implementation")
         object.__setattr__(self, "implementation", implementation)
         if not isinstance(self.overlap, (bool, type(None))):
@@ -146,10 +146,9 @@ class CommunicationOptions:
         """
         fields = vars(check_options(other))
         defaults = type(self)
-        changes = {}
-        for name, value in fields.items():
-            if value != getattr(defaults, name):
-                changes[name] = value
+        changes = {
+            name: value for name, value in fields.items() if value != getattr(defaults, name)
+        }
         if not _WIRE.isdisjoint(changes):  # wire_dtype and wire_format replace each other
             changes["wire_dtype"] = fields["wire_dtype"]
             changes["wire_format"] = fields["wire_format"]

@@ -192,9 +192,7 @@ def cache_folder(environ: Environment = os.environ) -> str | None:
     Returns: None if MPISTRAT_CACHE is "off", or if the user has no home folder: then nothing is kept.
     """
     if folder := _cache(environ):
-        if folder.lower() == "off":
-            return None
-        return os.path.abspath(folder)
+        return None if folder.lower() == "off" else os.path.abspath(folder)
     users = environ.get(USERS_CACHE, "")
     if not os.path.isabs(users):
         home = environ.get("HOME") or os.path.expanduser("~")

@@ -492,9 +492,7 @@ class Strategy(RankMethods):
         """
         with cross_replica(self, "prepare"):
             prepared = prepare(self, objects, local_batches)
-        if len(prepared) == 1:
-            return prepared[0]
-        return tuple(prepared)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def shard(self, values: Any, dim: int = 0) -> Any:
         """Return this replica's contiguous part of each array in `values`.

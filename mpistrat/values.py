@@ -63,9 +63,7 @@ def call_with_tensors(
     import torch
 
     # torch.compile traces this code, and does not know the names of torch's functions.
-    name = "function"
-    if not torch.compiler.is_compiling():
-        name = getattr(func, "__name__", repr(func))
+    name = "function" if torch.compiler.is_compiling() else getattr(func, "__name__", repr(func))
 
     def refuse(leaf: ReadsAsArray) -> None:
         raise TypeError(
@@ -121,9 +119,9 @@ def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
         return fn(argument)
     if isinstance(argument, (list, tuple)):
         children = [_mapped(fn, child) for child in argument]
-        for new, old in zip(children, argument, strict=True):
-            if new is not old:
-                return nest.rebuild(argument, children)
+        pairs = zip(children, argument, strict=True)
+        if any(new is not old for new, old in pairs):
+            return nest.rebuild(argument, children)
     return argument
 
 
@@ -313,9 +311,7 @@ def by_owner(values: Sequence[Any], describe: Callable[[Any], str], owner: str =
         describe: returns the text of one value.
         owner: the word for the owner of a value: "replica" or "rank".
     """
-    texts = []
-    for number, value in enumerate(values):
-        texts.append(f"{owner} {number}: {describe(value)}")
+    texts = [f"{owner} {number}: {describe(value)}" for number, value in enumerate(values)]
     return ", ".join(texts)
 
 
@@ -418,6 +414,4 @@ def _regrouped_leaf(values: Sequence[Any], always_wrap: bool) -> Any:
     if same and not is_number(first):
         return first
     container = getattr(first, "_container", None)
-    if container is not None:
-        return container
-    return PerReplica(values)
+    return PerReplica(values) if container is None else container

@@ -68,9 +68,7 @@ def name_of(wire_format: WireFormat) -> str:
         'TopK(fraction=0.01)'
     """
     described = type(wire_format).__repr__ is not object.__repr__
-    if described:
-        return repr(wire_format)
-    return type(wire_format).__qualname__
+    return repr(wire_format) if described else type(wire_format).__qualname__
 
 
 @dataclasses.dataclass(frozen=True)

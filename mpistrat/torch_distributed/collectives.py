@@ -49,9 +49,7 @@ class Collectives:
                 _all_reduce_sparse(self.communicator, tensor, op)
                 continue
             kind = getattr(op, "op", op), tensor.dtype
-            how = self._combinations.get(kind)
-            if how is None:
-                how = combination_of(op, tensor.dtype, self._size)
+            how = self._combinations.get(kind) or combination_of(op, tensor.dtype, self._size)
             if (
                 how.of_numpy
                 and tensor.is_contiguous()

@@ -56,17 +56,24 @@ def is_replaced(backend: str | None) -> bool:
 
 
 def replace_functions(*, keeps_backend: bool) -> None:
-    """Have torch make groups on our backend, if the program names a replaced backend or none.
+    """Replace four functions of torch.distributed, so that the program's groups are on our backend.
 
-    Rank 0 then prints the number of ranks and nodes, and the default group's backend. It prints a notice if an
-    optimizer steps and torch has no default group; not with `keeps_backend`, because a strategy then makes no group.
+    - `init_process_group` makes the default group on our backend if the program names a replaced backend or none.
+      Another backend, such as "ucc", "fake" or "xla", is the program's own choice and stays. A store that the program
+      gives, `timeout`, `device_id` and other arguments stay, too. Without a store the init method becomes "mpi://".
+      The function raises ValueError if rank or world_size differ from MPI's. If the group has all ranks, its rank 0
+      prints the number of ranks and nodes, and the backend.
+    - `new_group` does the same for a further group, if the default group is on our backend.
+    - `get_backend` returns the name that the program asked for, in place of "mpistrat". Modules of torch that refuse a
+      backend, or use CUDA, because of the name alone get another name.
+    - `get_backend_config` returns that name for each type of device: "cpu:gloo,cuda:gloo".
 
-    Another backend, such as "ucc", "fake" or "xla", is the program's own choice and stays. A store that the program
-    gives, `timeout`, `device_id` and other arguments stay, too. Without a store the init method becomes "mpi://".
-    The new `init_process_group` raises ValueError if rank or world_size differ from MPI's.
+    In a job of several ranks, rank 0 also prints a notice once, when an optimizer steps while
+    `default_group.is_wanted()`: never under `mpistrat run --keep-backend`.
 
     Called by: every rank of `mpistrat run`, once, before the program runs.
-    Args: keeps_backend: whether groups stay on the backends that the program names; rank 0 still prints its line.
+    Args: keeps_backend: whether groups stay on the backends that the program names. Then only `init_process_group` is
+        replaced, and it changes no argument; rank 0 still prints its line.
     """
     original = dist.init_process_group
     signature = inspect.signature(original)

@@ -89,11 +89,8 @@ class Messages:
         """
         self._check(tensor, tag)
         buffer = room_for(tensor)
-        source = MPI.ANY_SOURCE
-        whom = "any rank"
-        if rank is not None:
-            source = rank
-            whom = f"rank {rank}"
+        source = MPI.ANY_SOURCE if rank is None else rank
+        whom = "any rank" if rank is None else f"rank {rank}"
         request = self._comm.Irecv([bytes_of(buffer), MPI.BYTE], source, tag)
         self._sent_less_received -= 1
         what = f"recv({describe(tensor)}) from {whom}, tag {tag}"
@@ -236,9 +233,10 @@ class Message(UnfinishedWork):
                 elif self._receives:
                     self._take()
             except MPI.Exception as failure:
-                error = RuntimeError(f"{self.what}, at {self.called_at}: {failure}")
                 if failure.Get_error_class() == MPI.ERR_TRUNCATE:
                     error = self._misfit("more")
+                else:
+                    error = RuntimeError(f"{self.what}, at {self.called_at}: {failure}")
             except Exception as failure:
                 error = failure
             self._messages.unfinished.discard(self)

@@ -188,9 +188,7 @@ def _look(seconds: float) -> None:
         time.sleep(pause)
         now = time.monotonic()
         before = used
-        # The CPU seconds of the live processes that the main thread has started; 0.0 if /proc does not tell.
-        children = text_in(f"/proc/self/task/{os.getpid()}/children").split()
-        used = sum(cpu_seconds(int(pid)) for pid in children)
+        used = _used_by_children()
         are_idle = used - before < _IDLE * pause
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         if joins.isdisjoint(each.f_code for each, _ in traceback.walk_stack(frame)):
@@ -203,3 +201,9 @@ def _look(seconds: float) -> None:
                 "environment; or start the program with `python`, without `mpistrat run`"
             )
             return
+
+
+def _used_by_children() -> float:
+    """Return the CPU seconds of the live processes that the main thread has started; 0.0 if /proc does not tell."""
+    children = text_in(f"/proc/self/task/{os.getpid()}/children").split()
+    return sum(cpu_seconds(int(pid)) for pid in children)

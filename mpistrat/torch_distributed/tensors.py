@@ -39,11 +39,8 @@ def apart(buffer: Tensor, written: Tensor) -> Tensor:
     """
     first = buffer.data_ptr()
     other = written.data_ptr()
-    begins_before_end = first < other + written.nbytes
-    ends_after_begin = first + buffer.nbytes > other
-    if begins_before_end and ends_after_begin:
-        return buffer.clone()
-    return buffer
+    overlap = first < other + written.nbytes and other < first + buffer.nbytes
+    return buffer.clone() if overlap else buffer
 
 
 def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:

@@ -35,11 +35,8 @@ def trace_ranges(communicator: Communicator) -> None:
         from mpistrat.trace import of_process
 
         mpi = start_mpi()
-        rank = 0
-        size = 1
-        if mpi is not None:
-            rank = mpi.COMM_WORLD.rank
-            size = mpi.COMM_WORLD.size
+        rank = 0 if mpi is None else mpi.COMM_WORLD.rank
+        size = 1 if mpi is None else mpi.COMM_WORLD.size
         try:
             timeline = of_process.begin(folder, rank, size)
         except OSError as error:

@@ -118,21 +118,23 @@ class Compilations:
         known = self._of_step.setdefault((step, code), {})
         if shapes not in known:
             if known and tells:
-                before = next(reversed(known))
-                changes = [
-                    f"argument array {i} is {new}, and was {old}"
-                    for i, (old, new) in enumerate(zip(before, shapes, strict=False))
-                    if old != new
-                ]
-                if len(before) != len(shapes):
-                    changes = [f"it got {len(shapes)} arrays, and had got {len(before)}"]
-                tell(
-                    f"rank {self._rank}: {step} was compiled again: {'; '.join(changes)}. Each new shape is compiled "
-                    "once; to leave out a smaller last batch, use DataLoader(drop_last=True)"
-                )
+                tell(self._new_shape(step, next(reversed(known)), shapes))
             known[shapes] = Compiled(step, code, shapes)
             self.all.append(known[shapes])
         return known[shapes]
+
+    def _new_shape(self, step: str, before: _Shapes, shapes: _Shapes) -> str:
+        changes = [
+            f"argument array {i} is {new}, and was {old}"
+            for i, (old, new) in enumerate(zip(before, shapes, strict=False))
+            if old != new
+        ]
+        if len(before) != len(shapes):
+            changes = [f"it got {len(shapes)} arrays, and had got {len(before)}"]
+        return (
+            f"rank {self._rank}: {step} was compiled again: {'; '.join(changes)}. Each new shape is compiled once; to "
+            "leave out a smaller last batch, use DataLoader(drop_last=True)"
+        )
 
     def explain(self) -> str:
         """Return a line of text for each step and set of shapes: the step's name, number of graphs, and the shapes.

@@ -28,6 +28,7 @@ class CoreValues:
         inside: Callable[[], bool],
     ) -> None:
         self._layouts = runtime.layouts
+        self._num_all_devices = runtime.num_all_devices
         self._mesh = (runtime.num_all_devices,)
         self._device = runtime.device(0)
         self._groups = groups
@@ -52,7 +53,7 @@ class CoreValues:
                 )
         rows = [value.detach().cpu().unsqueeze(0) for value in values]
         sharding = self._rows(len(shape))
-        whole = self._layouts.from_rows(rows, sharding, (*self._mesh, *shape))
+        whole = self._layouts.from_rows(rows, sharding, (self._num_all_devices, *shape))
         return self._layouts.part_of(whole).reshape(shape)
 
     def deal_out(self, whole: torch.Tensor) -> torch.Tensor:
@@ -108,7 +109,8 @@ class CoreValues:
         """
         if self._numbers is None:
             numbers = [torch.tensor([i], device="cpu") for i in range(self._count)]
-            self._numbers = self._layouts.from_rows(numbers, self._rows(0), self._mesh)
+            shape = (self._num_all_devices,)
+            self._numbers = self._layouts.from_rows(numbers, self._rows(0), shape)
         return self._layouts.part_of(self._numbers).reshape(())
 
     def _rows(self, ndim: int) -> Any:

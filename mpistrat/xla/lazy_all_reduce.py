@@ -51,7 +51,7 @@ class LazyAllReduce(MpiAllReduce):
         on_xla = [i for i in indices if i not in sums]
         for group in packing.alike(like, on_xla):
             parameters = [like[i] for i in group]
-            flat = packing.concatenated([_taken_from(gradients, like, i) for i in group])
+            flat = packing.concatenated([_taken_from(gradients, i, like[i]) for i in group])
             total = self._sum(packer, self._sum_of_rank(flat), reduction_of(group))
             pieces = packing.unpack(total.to(flat.dtype), parameters)
             sums.update(zip(group, pieces, strict=True))
@@ -60,9 +60,7 @@ class LazyAllReduce(MpiAllReduce):
     def _sum(self, packer: Packer, flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         communicator = self.communicator
         if communicator.size == 1:
-            if reduction.scale is None:
-                return flat
-            return flat * reduction.scale
+            return flat if reduction.scale is None else flat * reduction.scale
         if communicator.takes_device_buffers:
             communicator.all_reduce(flat, reduction)
             return flat
@@ -75,16 +73,13 @@ class LazyAllReduce(MpiAllReduce):
         return to_device(buffer, str(device))
 
 
-def _taken_from(gradients: list[Any], parameters: Sequence[Any], index: int) -> torch.Tensor:
-    """Return a parameter's gradient as a dense tensor; set `gradients[index]` and the parameter's `grad` to None.
+def _taken_from(gradients: list[Any], index: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of `parameter` as a dense tensor, and set `gradients[index]` and `parameter.grad` to None.
 
     Returns: zeros if the parameter has no gradient.
     """
-    parameter = parameters[index]
     gradient = gradients[index]
     gradients[index] = parameter.grad = None
     if gradient is None:
         return torch.zeros_like(parameter)
-    if gradient.is_sparse:
-        return gradient.to_dense()
-    return gradient
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -90,9 +90,7 @@ class LogicalDevices:
         if self._count == 1:
             return tensor
         if not arrays.is_on_xla(tensor):
-            where = type(tensor).__name__
-            if isinstance(tensor, torch.Tensor):
-                where = str(tensor.device)
+            where = tensor.device if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValueError(
                 f"only a tensor on the replica's device can be laid out over its logical devices, and this is on "
                 f"{where}: move it there first, tensor.to({str(self._runtime.device(0))!r})"

@@ -146,30 +146,25 @@ class OwnRandomNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not _is_on_xla(args, kwargs):
             return func(*args, **kwargs)
-        if func in _FILLED_LIKE:
-            like, *limits = args
-            with self:
+        if func in _FILLING:
+            filled, *others = args
+            all_cores = torch.empty(
+                (self._count, *filled.shape), dtype=filled.dtype, device=filled.device
+            )
+            return filled.copy_(self._deal_out(func(all_cores, *others, **kwargs)))
+        with self:  # so that the new tensor is filled by an operation of `_FILLING`
+            if func in _FILLED_LIKE:
+                like, *limits = args
                 return _FILLED_LIKE[func](_empty(like, **kwargs), *limits)
-        if func in _FILLED_OF_SIZE:
-            fill, usual = _FILLED_OF_SIZE[func]
-            with self:
+            if func in _FILLED_OF_SIZE:
+                fill, usual = _FILLED_OF_SIZE[func]
                 return _of_size(fill, usual, *args, **kwargs)
-        if func in _MAKING:
-            with self:
+            if func in _MAKING:
                 return _MAKING[func](*args, **kwargs)
-        if func not in _FILLING:
-            raise NotImplementedError(NOT_DRAWING.format(func=func))
-        filled, *others = args
-        all_cores = torch.empty(
-            (self._count, *filled.shape), dtype=filled.dtype, device=filled.device
-        )
-        return filled.copy_(self._deal_out(func(all_cores, *others, **kwargs)))
+        raise NotImplementedError(NOT_DRAWING.format(func=func))
 
 
 def _is_on_xla(args: Any, kwargs: Any) -> bool:
-    device = kwargs.get("device")
-    for argument in args:
-        if isinstance(argument, Tensor):
-            device = argument.device
-            break
+    devices = [argument.device for argument in args if isinstance(argument, Tensor)]
+    device = devices[0] if devices else kwargs.get("device")
     return str(device).startswith("xla")

@@ -48,12 +48,8 @@ class ReplicaCores:
             # XLA connects no ranks: every rank's cores have the same numbers.
             groups = [groups[rank]]
         self.values = CoreValues(runtime, groups, count, lambda: self.inside)
-        self._seen: _Seen | None = None
+        self.inside = False
         self._taken: dict[int, _Taken] = {}  # by `id()` of each tensor that the step has taken in
-
-    @property
-    def inside(self) -> bool:
-        return self._seen is not None
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -63,8 +59,9 @@ class ReplicaCores:
         Raises: RuntimeError, with `EARLY_READ` in its text, if the block reads a tensor's value.
         """
         own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self.values.deal_out)
-        self._seen = seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
-        self._runtime.around_cut = self._cut
+        seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
+        self._runtime.around_cut = lambda wanted: self._cut(seen, wanted)
+        self.inside = True
         try:
             with self._runtime.graphs.step(name):
                 try:
@@ -79,18 +76,18 @@ class ReplicaCores:
             self._settle(alive)
         finally:
             self._runtime.around_cut = contextlib.nullcontext
-            self._seen = None
+            self.inside = False
             self._taken.clear()
 
     @contextlib.contextmanager
-    def _cut(self, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _cut(self, seen: _Seen, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
         """Return a context manager around a computation in the middle of a step, for `Runtime.around_cut`.
 
         It gives the tensors that the program holds to XLA as shared by all cores, and removes their layouts afterwards.
-        Args: wanted: the tensors whose values are read.
+        Args:
+            seen: the tensors of the step.
+            wanted: the tensors whose values are read.
         """
-        seen = self._seen
-        assert seen is not None, "only a step is cut"
         seen.cuts += 1
         alive = [*seen.alive(), *wanted]
         self._let_go(alive)

@@ -102,7 +102,7 @@ class ReplicasOnCores(RecordedReplicas):
         first = group.first_replica_id
         self.contexts = [_ContextOnCores(strategy, first, cores, self._spread)]
         self.group = group  # has an entry for each core; `as_one` has a single one
-        self._values = cores.values
+        self._core_values = cores.values
         self._num_local = group.num_local_replicas
 
     def call(
@@ -147,7 +147,7 @@ class ReplicasOnCores(RecordedReplicas):
         is_one_object = all(component is first for component in components)
         if is_one_object and not on_host:
             return first
-        return self._values.scatter([_as_host_tensor(component) for component in components])
+        return self._core_values.scatter([_as_host_tensor(component) for component in components])
 
     def all_reduce(
         self,
@@ -160,24 +160,19 @@ class ReplicasOnCores(RecordedReplicas):
         if not op.adds_up:
             parts = [self.ops.components(leaf) for leaf in leaves]
             return self.ops.over_ranks.all_reduce(op, parts, options, label)
-        sums = []
-        for leaf in leaves:
-            if arrays.is_on_xla(leaf):
-                sums.append((self._values.sum(leaf),))
-            else:
-                sums.append(self.ops.components(leaf))
+        sums = [
+            (self._core_values.sum(leaf),) if arrays.is_on_xla(leaf) else self.ops.components(leaf)
+            for leaf in leaves
+        ]
         name = f"{op.name} of {label or '*'}"
         reduced = self.ops.over_ranks.all_reduce(ReduceOp.SUM, sums, options, name)
         if op is ReduceOp.SUM:
             return reduced
         count = self.ops.num_replicas
-        means = []
-        for total in reduced:
-            if arrays.is_number(total):
-                means.append(total / count)
-            else:
-                means.append(accumulation.divide(total, count))
-        return means
+        return [
+            total / count if arrays.is_number(total) else accumulation.divide(total, count)
+            for total in reduced
+        ]
 
     def merge_call(
         self,
@@ -199,7 +194,7 @@ class ReplicasOnCores(RecordedReplicas):
             return value
         if arrays.is_floating(value) and arrays.itemsize(value) < 4:
             value = value.float()
-        return self._values.sum(value)
+        return self._core_values.sum(value)
 
 
 class _ContextOnCores(ReplicaContext):

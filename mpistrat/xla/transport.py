@@ -179,8 +179,8 @@ def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
     import torch
 
     try:
-        values = [rank + 1, rank * rank]
-        numbers = torch.tensor(values, dtype=torch.float32, device="cpu")
+        summands = [rank + 1, rank * rank]
+        numbers = torch.tensor(summands, dtype=torch.float32, device="cpu")
         (operand,) = runtime.put([numbers], runtime.device(0))
         (total,) = runtime.all_reduce("sum", [operand])
         return [float(value) for value in runtime.fetch([total])[0]]
