@@ -158,7 +158,8 @@ class ShardedVariable(Variable):
     def _update(self, method: str, operand: Any) -> ShardedVariable:
         parts: Sequence[Any]
         if method.startswith("scatter_"):
-            parts = self._slices_of_shards(method, operand)
+            check_is_slices(self.name, operand)
+            parts = self._division.slices(operand, method)
         else:
             parts = self._rows_of_shards(operand)
         self._update_shards(method, parts)
@@ -167,17 +168,6 @@ class ShardedVariable(Variable):
     def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
         for variable, operand in zip(self.variables, operands, strict=True):
             variable._update(method, operand)
-
-    def _slices_of_shards(self, method: str, slices: Any) -> list[IndexedSlices]:
-        check_is_slices(self.name, slices)
-        positions, owners = self._division.owners(slices.indices, method)
-        parts = []
-        for shard, offset in enumerate(self.offsets):
-            # A shard gets an update without rows, too, because all ranks together update a distributed variable.
-            (rows,) = np.nonzero(owners == shard)
-            indices = positions[rows] - offset
-            parts.append(IndexedSlices(slices.values[rows], indices))
-        return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
         whole = arrays.detach_read(value)
@@ -205,6 +195,17 @@ class Division:
     def parts(self, whole: Array) -> list[Array]:
         bounds = zip(self.offsets, self.ends, strict=True)
         return [whole[start:end] for start, end in bounds]
+
+    def slices(self, whole: IndexedSlices, method: str) -> list[IndexedSlices]:
+        """Return the part of `whole` for each shard, also if it has no rows. Raises: the errors of `owners`."""
+        positions, owners = self.owners(whole.indices, method)
+        parts = []
+        for shard, offset in enumerate(self.offsets):
+            # A shard gets an update without rows, too, because all ranks together update a distributed variable.
+            (rows,) = np.nonzero(owners == shard)
+            indices = positions[rows] - offset
+            parts.append(IndexedSlices(whole.values[rows], indices))
+        return parts
 
     def owners(self, indices: Any, method: str) -> tuple[np.ndarray, np.ndarray]:
         """Return `indices` as a NumPy array, int64[n], and for each the number of the shard with that row, int64[n].
