@@ -21,8 +21,9 @@ def load_on_first_use(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return two functions and a list to use as `__getattr__`, `__dir__` and `__all__` of `package`.
 
-    Called by: the package's own `__init__`, directly, while it runs. `__getattr__` imports and returns the object of a
-    name, and raises AttributeError for an unknown name.
+    The names come from the import statements in the package's `__init__`, under `if TYPE_CHECKING:`. `__getattr__`
+    imports and returns the object of a name, and raises AttributeError for an unknown name.
+    Called by: this `__init__`, directly, while it runs.
     Args: then: called with each name, once its object is loaded; not for submodules.
     """
     imports = _imports_in(sys._getframe(1).f_code)

@@ -69,9 +69,7 @@ def run(in_json: bool) -> int:
                 "It did not end well",
             )
         )
-    text = as_text(findings, len(job.nodes()))
-    if in_json:
-        text = to_json(findings, job)
+    text = to_json(findings, job) if in_json else as_text(findings, len(job.nodes()))
     sys.stdout.write(text + "\n")  # one write, for launchers mix the lines of several writes
     sys.stdout.flush()
     return int(PROBLEM in {finding.level for finding in findings})

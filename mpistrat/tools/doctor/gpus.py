@@ -86,22 +86,27 @@ def check(job: Job) -> Findings:
         if gpus := ranks[0].gpus:
             nodes.append((name, ranks, gpus))
     some_have = any(_have(ranks, gpus) for _, ranks, gpus in nodes)
+    imports: list[Finding] = []
     found: list[Finding] = []
     for name, ranks, gpus in nodes:
-        if gpus.torch_error and not ranks[0].driver.hangs:
-            cannot_import = problem(
-                f"torch cannot be imported: {gpus.torch_error}.",
-                "pip install --force-reinstall torch, of the build that fits this machine "
-                "(docs/getting_started.md: which torch comes from where)",
-                "torch cannot be imported",
-            )
-            yield from on_node(name, [cannot_import])
+        imports += on_node(name, _torch_import(ranks, gpus))
         found += on_node(name, _gpus_of_node(ranks, gpus, some_have))
+    yield from imports
     yield from found
     if found or some_have:
         yield from _nccl_versions(nodes)
     elif nodes:
         yield ok("No GPU is visible: neither NCCL nor a CUDA-aware MPI is needed.")
+
+
+def _torch_import(ranks: Ranks, gpus: Gpus) -> Findings:
+    if gpus.torch_error and not ranks[0].driver.hangs:
+        yield problem(
+            f"torch cannot be imported: {gpus.torch_error}.",
+            "pip install --force-reinstall torch, of the build that fits this machine "
+            "(docs/getting_started.md: which torch comes from where)",
+            "torch cannot be imported",
+        )
 
 
 def _have(ranks: Ranks, gpus: Gpus) -> bool:
@@ -313,14 +318,9 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Findin
 
 
 def _nccl_versions(nodes: list[_Node]) -> Findings:
-    hosts: dict[str, list[str]] = {}
-    for name, _, gpus in nodes:
-        if gpus.nccl_loaded:
-            version = gpus.nccl_loaded[0][1]
-            hosts.setdefault(version, []).append(name)
+    with_nccl = [(name, gpus) for name, _, gpus in nodes if gpus.nccl_loaded]
+    hosts = grouped((gpus.nccl_loaded[0][1], name) for name, gpus in with_nccl)
     if len(hosts) > 1:
-        on_hosts = []
-        for version, names in hosts.items():
-            on_hosts.append(f"{version} on {', '.join(names)}")
+        on_hosts = [f"{version} on {', '.join(names)}" for version, names in hosts.items()]
         listed = "; ".join(on_hosts)
         yield problem(f"Nodes have different versions of NCCL: {listed}.", ONE_ENVIRONMENT, _NCCLS)

@@ -31,12 +31,15 @@ def main(
     gloo: bool = False,
     whole: bool = False,
 ) -> None:
-    """Run `program`, and write the recording into `folder`.
+    """Run `program`, and write the recording into `folder`, also if the program raises an error.
+
+    Afterwards the process is of no other use: it has another working folder, other `sys.argv`, and modules that were
+    changed to record steps.
 
     Args:
-        program: path of the script, and its arguments.
+        program: absolute path of the script, and its arguments.
         steps: number of steps to record.
-        folder: the folder of the run; its subfolder `files` is the working folder.
+        folder: absolute path of the run's folder; its subfolder `files` is the working folder.
         shaken: whether the numbers are changed by rounding.
         gloo: whether the default process group of torch is of gloo.
         whole: whether each rank computes whole batches.
