@@ -97,9 +97,7 @@ def number_in(file: Path, name: str) -> int:
     The unit in the line is ignored: 81920 for "NAME 81920" and for "NAME:  81920 kB".
     """
     found = re.search(rf"^{name}:?\s+(\d+)", _read(file), re.MULTILINE)
-    if found:
-        return int(found[1])
-    return 0
+    return int(found[1]) if found else 0
 
 
 def _read(file: Path) -> str:

@@ -54,9 +54,7 @@ def check_device(device: str) -> str:
 
 
 def _seen_in_words() -> str:
-    seen = "no GPUs"
-    if accelerator():
-        seen = f"{num_accelerators()} {accelerator()} devices"
+    seen = f"{num_accelerators()} {accelerator()} devices" if accelerator() else "no GPUs"
     if {"torch", "cupy"} & sys.modules.keys():
         return seen
     return f"{seen}. Import torch, or cupy, before the strategy is built"
@@ -107,17 +105,12 @@ def torch_accelerator() -> str:
     torch = sys.modules.get("torch")
     device = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
     kind = str(getattr(device, "type", ""))
-    if kind == "xla":
-        return ""
-    return kind
+    return "" if kind == "xla" else kind
 
 
 def accelerator() -> str:
     """Return the kind of accelerators here: torch's name for it; "cuda" if only CuPy sees some; "" if neither does."""
-    kind = torch_accelerator()
-    if not kind and _num_of_cupy():
-        return "cuda"
-    return kind
+    return torch_accelerator() or ("cuda" if _num_of_cupy() else "")
 
 
 def num_accelerators() -> int:
@@ -217,9 +210,8 @@ def nccl_that_outlives_errors() -> Iterator[None]:
     with _making:
         # torch still reads NCCL_ASYNC_ERROR_HANDLING, the older name without a prefix.
         of_user = os.environ.keys() | {f"TORCH_{name}" for name in os.environ}
-        ours = _AFTER_AN_ERROR.keys() - of_user
-        for name in ours:
-            os.environ[name] = _AFTER_AN_ERROR[name]
+        ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in of_user}
+        os.environ.update(ours)
         try:
             yield
         finally:

@@ -31,15 +31,11 @@ def visible_mpi_libraries(environ: Environment = os.environ) -> list[tuple[str, 
     linker's own folders in the system are not listed. `rule` is the name of a variable, or ENVIRONMENT, USER or BASE.
     An empty list if none is found.
     """
-    found: list[tuple[str, str]] = []
-    for path in environ.get(PRELOAD, "").replace(":", " ").split():
-        if os.path.basename(path).startswith("libmpi"):
-            found.append((PRELOAD, path))
+    preloaded = environ.get(PRELOAD, "").replace(":", " ").split()
+    found = [(PRELOAD, path) for path in preloaded if os.path.basename(path).startswith("libmpi")]
     for entry in _entries(environ, CHOSEN):
         entry = os.path.expanduser(os.path.expandvars(entry))
-        paths = [entry]
-        if os.path.isdir(entry):
-            paths = _in_folder(entry)
+        paths = _in_folder(entry) if os.path.isdir(entry) else [entry]
         found += [(CHOSEN, path) for path in paths]
     for rule, prefix in _prefixes():
         folder = os.path.join(prefix, "lib")

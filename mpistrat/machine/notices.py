@@ -94,24 +94,30 @@ def say(text: str, *, last: bool = False) -> bool:
 def _may_be_read(place: Any, last: bool) -> bool:
     """Return whether a text in `place`, a stream or descriptor 2, reaches a reader.
 
-    False for descriptor 2 if it is no longer the process's stderr: the program may have closed it, and opened a file
-    that got the number 2. If the process is about to end (`last`), False also for a place that ends with it: a
-    StringIO, an unlinked file.
+    Args: last: whether this process is about to end.
     """
     descriptor = _descriptor_of(place)
-    if descriptor == 2:
-        is_stderr = False
-        with contextlib.suppress(OSError):
-            is_stderr = not fcntl.fcntl(2, fcntl.F_GETFD) & fcntl.FD_CLOEXEC  # children inherit it
-        if not is_stderr:
-            return False
-    if not last:
-        return True
+    if descriptor == 2 and not _is_stderr():
+        return False
+    return not (last and _ends_with_us(place, descriptor))
+
+
+def _is_stderr() -> bool:
+    """Return whether descriptor 2 is still the process's stderr.
+
+    The program may have closed it, and opened a file that got the number 2.
+    """
+    with contextlib.suppress(OSError):
+        return not fcntl.fcntl(2, fcntl.F_GETFD) & fcntl.FD_CLOEXEC  # children inherit a stderr
+    return False
+
+
+def _ends_with_us(place: Any, descriptor: int | None) -> bool:
+    """Return whether nobody can read the text in `place` once this process has ended: a StringIO, an unlinked file."""
     if descriptor is None:  # a program's own class may write to a file, io's classes do not
-        return not isinstance(place, io.IOBase)
+        return isinstance(place, io.IOBase)
     status = os.fstat(descriptor)
-    is_unlinked = stat.S_ISREG(status.st_mode) and not status.st_nlink
-    return not is_unlinked
+    return stat.S_ISREG(status.st_mode) and not status.st_nlink
 
 
 def _descriptor_of(place: Any) -> int | None:

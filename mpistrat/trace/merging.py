@@ -119,12 +119,10 @@ def _write(file: IO[str], parts: list[_RankTrace]) -> int:
     beginning = min(part.aligned(part.begins) for part in parts)
     file.write('{"displayTimeUnit":"ms","traceEvents":[')
     count = 0
-    separator = "\n"
     for part in parts:
         for event in part.trace_events(beginning, last):
-            file.write(separator)
+            file.write(",\n" if count else "\n")
             file.write(event)
-            separator = ",\n"
             count += 1
     file.write("\n]}\n")
     return count
@@ -281,10 +279,10 @@ class _RankTrace:
             yield complete(track, entered, left, f"{about.text},{details}}}")
             if times[1]:
                 together = self.aligned(times[1])
-                yield complete(
-                    track, entered, together, '"name":"wait for the others","cat":"waiting"'
-                )
-                yield complete(track, together, left, '"name":"move bytes","cat":"moving"')
+                wait = '"name":"wait for the others","cat":"waiting"'
+                move = '"name":"move bytes","cat":"moving"'
+                yield complete(track, entered, together, wait)
+                yield complete(track, together, left, move)
 
     def lines(self, first: str) -> Iterator[Any]:
         """Yield the JSON values of the lines that begin with `first`: "{" for facts, "[" for events. Reads the file."""

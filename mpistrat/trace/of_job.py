@@ -48,12 +48,8 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
             f"there ({errors[0]}); name a folder that every rank can make and write to, or unset it"
         )
     if not _comms:
-
-        def complete() -> None:
-            _complete(timeline)
-
         of_process.ends_with_job = True
-        job_end().finish_with(timeline, complete)
+        job_end().finish_with(timeline, lambda: _complete(timeline))
     compare_clocks(comm, timeline)
     _comms.append(comm)
     return timeline
