@@ -79,16 +79,11 @@ class _Trace:
                 if line.startswith('{"ph"'):
                     event = json.loads(line.rstrip(",\n"))
                     self._add(event)
-        lowest = min(self.spans)
-        starts = []
-        for each in self.spans[lowest]:
-            if each.name in _NAMES_OF_STEPS:
-                starts.append(each.start)
+        of_lowest = self.spans[min(self.spans)]
+        starts = [each.start for each in of_lowest if each.name in _NAMES_OF_STEPS]
         self.steps = sorted(starts)
         # The first step is left out of the sums: first calls, connections and imports make it long.
-        self.since = 0.0
-        if len(self.steps) > 2:
-            self.since = self.steps[1]
+        self.since = self.steps[1] if len(self.steps) > 2 else 0.0
 
     def _add(self, event: dict[str, Any]) -> None:
         rank = event["pid"]
@@ -126,11 +121,9 @@ class _Trace:
         reached = self.since
         spans = self.spans[rank]
         training = {each.thread for each in spans if each.activity == _COMPUTE}
-        in_order = sorted(spans, key=lambda each: each.start)
-        for each in in_order:
-            if training and each.thread not in training:
-                continue
-            if each.activity in activities:
+        for each in sorted(spans, key=lambda each: each.start):
+            counts = not training or each.thread in training
+            if counts and each.activity in activities:
                 begin = max(each.start, reached)
                 total += max(0.0, each.end - begin)
                 reached = max(reached, each.end)
@@ -162,17 +155,14 @@ def run(folder: str) -> int:
     path = merging.trace_of(folder)
     picture = os.path.join(folder, "timeline.png")
     can_draw = importlib.util.find_spec("matplotlib") is not None
-    place = path  # to look in for single spans
-    if can_draw:
-        place = "the picture"
+    place = "the picture" if can_draw else path  # to look in for single spans
     error: object = "a picture needs matplotlib: pip install matplotlib"
     try:
         if merging.is_outdated(folder):
             merged = merging.merge(folder)
             print(merged.describe())
         trace = _Trace(path)
-        lines = list(_summary(trace))
-        lines += _advice(trace, place)
+        lines = [*_summary(trace), *_advice(trace, place)]
         if can_draw:
             title = _draw(trace, picture)
             lines.insert(0, f"{picture} shows {title}.")
@@ -190,22 +180,18 @@ def run(folder: str) -> int:
 def _summary(trace: _Trace) -> Iterator[str]:
     """Yield a line for each rank: its seconds, and how many it waited, moved bytes and read input ("–": not known)."""
     wide = max(len(name) for name in trace.names.values())
-    part = "the whole trace"
-    if trace.since:
-        part = "after the first step"
+    part = "after the first step" if trace.since else "the whole trace"
     wide_part = max(wide, 20)
     yield f"{part:{wide_part}}{'waiting':>19}{'moving bytes':>18}{'input':>18}"
     for rank, name in trace.names.items():
         parts = []
         for activity in _LOSSES:
             seconds = trace.seconds(rank, activity)
-            share = trace.share(rank, activity)
-            parts.append(f"{seconds:8.2f} s {share:6.1%}")
+            parts.append(f"{seconds:8.2f} s {trace.share(rank, activity):6.1%}")
         if _INPUT not in trace.activities:
             parts[-1] = f"{'–':>17}"
         whole = trace.seconds(rank, *_COLOURS)
-        losses = "".join(parts)
-        yield f"{name:{wide}} {whole:8.2f} s{losses}"
+        yield f"{name:{wide}} {whole:8.2f} s" + "".join(parts)
 
 
 def _advice(trace: _Trace, where: str) -> Iterator[str]:

@@ -198,9 +198,7 @@ def _compare_all_reduce(arguments: argparse.Namespace) -> Report:
     nbytes = list(sweep.sizes(arguments.minbytes, arguments.maxbytes, arguments.factor))
     rows, left_out = comparison.compare_all_reduces(nbytes, arguments.rounds, device)
     times = [medians(row["samples"]) for row in rows]
-    columns: Results = {}
-    for name in times[0]:
-        columns[name] = [row[name] for row in times]
+    columns = {name: [row[name] for row in times] for name in times[0]}
     limit = columns.pop(comparison.COPY)
     draw = partial(pictures.over_sizes, "all_reduce", nbytes, columns, limit)
     return table_report("all_reduce", rows, surroundings(all_ranks(), device), left_out, draw)

@@ -47,10 +47,8 @@ def contestants_of_peers(what: str, *work: Any) -> tuple[Contestants, LeftOut]:
     left_out: LeftOut = {}
     for file, package, name in PEERS:
         found: Contestants = {}
-        mine = ""
-        if not importlib.util.find_spec(package):
-            mine = "not installed"
-        reason = first_reason(mine)
+        missing = "" if importlib.util.find_spec(package) else "not installed"
+        reason = first_reason(missing)
         if not reason:
             try:
                 peer = importlib.import_module(f"mpistrat.tools.bench.peers.{file}")
@@ -237,9 +235,8 @@ def compare_all_reduce(
         "wrong" counts the wrong elements on all ranks; "samples" has each round's time; the others are ratios of
         medians.
     """
-    expected: Any = 0
-    if all_ranks().size == 1:
-        expected = operand(max(1, nbytes // 4), 0, 1)
+    count = max(1, nbytes // 4)
+    expected = operand(count, 0, 1) if all_ranks().size == 1 else 0
     wrong = sum(
         int((arrays.to_numpy(call()) != expected).sum())
         for name, call in contestants.items()

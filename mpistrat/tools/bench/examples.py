@@ -37,10 +37,10 @@ class Pictures(Dataset[Batch]):
         height, width = self._shape[1:]
         pixels = self._images[index].astype(np.float32)
         image = torch.from_numpy(pixels).permute(2, 0, 1)
-        label = torch.tensor(int(self._labels[index]), device="cpu")
         resized = functional.interpolate(
             image[None].mul_(self._scale), (height, width), mode="bilinear", align_corners=False
         )[0]
+        label = torch.tensor(int(self._labels[index]), device="cpu")
         return resized.expand(self._shape), label
 
 

@@ -96,17 +96,11 @@ def throughput(examples: int, num_rounds: int) -> _Rows:
         random = np.random.default_rng(0)
         pixels = random.integers(0, 256, (examples, *IMAGE), np.uint8)
         pixels.tofile(file.name)
-        worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
-        forkserver = {**worker, "multiprocessing_context": "forkserver"}
         in_process = {
             "DistributedSampler": with_sampler(file.name),
             "mpistrat": distributed(file.name),
         }
-        by_worker = {
-            "DistributedSampler, fork": with_sampler(file.name, **worker),
-            "DistributedSampler, forkserver": with_sampler(file.name, **forkserver),
-            "mpistrat": distributed(file.name, **worker),
-        }
+        by_worker = _by_worker(file.name)
         for workers, contestants in enumerate((in_process, by_worker)):
             rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
             times = medians(rounds)
@@ -121,6 +115,17 @@ def throughput(examples: int, num_rounds: int) -> _Rows:
                 for name, us in times.items()
             ]
     return rows
+
+
+def _by_worker(path: str) -> dict[str, _Epoch]:
+    """Return the contestants that read by one worker process per rank."""
+    worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    forkserver = {**worker, "multiprocessing_context": "forkserver"}
+    return {
+        "DistributedSampler, fork": with_sampler(path, **worker),
+        "DistributedSampler, forkserver": with_sampler(path, **forkserver),
+        "mpistrat": distributed(path, **worker),
+    }
 
 
 class Endless:

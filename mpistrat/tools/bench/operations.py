@@ -99,9 +99,7 @@ class AllReduce(Operation):
         return 2 * (ranks - 1) / ranks
 
     def prepare(self, in_window: bool) -> None:
-        memory = None
-        if in_window:
-            memory = self.communicator.memory.window_buffer(self.nbytes)
+        memory = self.communicator.memory.window_buffer(self.nbytes) if in_window else None
         self._in_place = memory is not None
         if memory is not None:
             self.result = memory.view(self.dtype)

@@ -158,9 +158,8 @@ def predictions(arguments: argparse.Namespace) -> tuple[CostModel, list[Row], Ro
     measured: dict[tuple[int, int], float] = {}
     here = topology.num_nodes
     if here in arguments.nodes and 1 < communicator.size == here * per_node:
-        for size in sizes:
-            if size <= LARGEST:
-                measured[here, size] = _p50(communicator, size)
+        timed = [size for size in sizes if size <= LARGEST]
+        measured = {(here, size): _p50(communicator, size) for size in timed}
     rows = [
         predict(model, nodes, size, measured.get((nodes, size)))
         for nodes in arguments.nodes
@@ -207,9 +206,7 @@ def _model(
     place = topology.local_rank
     nodes = topology.num_nodes
     takes_part = place < per_node
-    colour = topology.node
-    if not takes_part:
-        colour += nodes
+    colour = topology.node if takes_part else nodes + topology.node
     node = communicator.split(colour)
     # MPI's own algorithm, because its cost on more nodes is known
     across = communicator.split(place).by(CommunicationImplementation.MPI)

@@ -104,7 +104,7 @@ def taken_on(where: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table: a heading, and a line for each row, with a column for every key of any row.
+    """Return lines of text: the keys of all rows as a heading, then the values of each row below them.
 
     The samples have no column; a key that a row lacks is "-".
     """
@@ -171,19 +171,11 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> Row:
     """
     cores = sorted(os.sched_getaffinity(0))
     distances = distance_before(), distance_now()
-    hosts = set()
-    usable: set[tuple[str, int]] = set()
-    all_distances = []
     of_ranks = communicator.all_gather_object((socket.gethostname(), cores, distances))
-    for host, cpus, between in of_ranks:
-        hosts.add(host)
-        usable.update((host, cpu) for cpu in cpus)
-        all_distances.append(between)
-    library = "no MPI"
-    if mpi := sys.modules.get("mpi4py.MPI"):
-        first_line = mpi.Get_library_version().split("\n")[0]
-        name = first_line.split(",")[0].strip("\0 ")
-        library = " ".join(name.split())  # with single spaces
+    hosts = {host for host, _, _ in of_ranks}
+    usable = {(host, cpu) for host, cpus, _ in of_ranks for cpu in cpus}
+    all_distances = [between for _, _, between in of_ranks]
+    mpi = sys.modules.get("mpi4py.MPI")
     here = {
         "tool": f"mpistrat {version_of('mpistrat') or '(not installed)'}",
         "python": platform.python_version(),
@@ -196,12 +188,19 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> Row:
         "usable_cores": len(usable),
         "oversubscribed": len(usable) < communicator.size,
         "distance_us": (1e6 * np.max(all_distances, axis=0)).tolist(),
-        "mpi": library,
+        "mpi": _name_of(mpi.Get_library_version()) if mpi else "no MPI",
         "device": str(device),
         **_torch(),
         "ways": communicator.explain().split("\n"),
     }
     return communicator.broadcast_object(here)
+
+
+def _name_of(library_version: str) -> str:
+    """Return the first line of MPI's text about itself, up to a comma, with single spaces."""
+    first_line = library_version.split("\n")[0]
+    name = first_line.split(",")[0].strip("\0 ")
+    return " ".join(name.split())
 
 
 def _torch() -> Row:
@@ -210,7 +209,6 @@ def _torch() -> Row:
     if torch is None:
         return {}
     kind = torch_accelerator()
-    gpus = []
-    if kind:
-        gpus = [str(Device(f"{kind}:{i}")) for i in range(num_accelerators())]
+    count = num_accelerators() if kind else 0
+    gpus = [str(Device(f"{kind}:{i}")) for i in range(count)]
     return {"torch": torch.__version__, "threads_per_rank": torch.get_num_threads(), "gpus": gpus}

@@ -131,9 +131,7 @@ def compare(
     def turn(call: _Call, calls: int) -> float:
         return seconds_of(communicator, call, calls, wait) * 1e6
 
-    turns = {}
-    for name, call in contestants.items():
-        turns[name] = functools.partial(turn, call, repeat)
+    turns = {name: functools.partial(turn, call, repeat) for name, call in contestants.items()}
     return take_turns(turns, num_rounds)
 
 

@@ -88,15 +88,13 @@ def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
 
     here = np.array(list(times.values())) * 1e3
     of_ranks = np.stack(communicator.all_gather(here))
+    by_part = dict(zip(times, of_ranks.swapaxes(0, 1), strict=True))  # arrays [rank, step]
     # A step takes as long as the slowest rank's step.
-    slowest: Results = dict(zip(times, of_ranks.max(axis=0).tolist(), strict=True))
+    slowest = {part: values.max(axis=0).tolist() for part, values in by_part.items()}
     p50 = medians(slowest)
-    samples: Results = {}
-    for place, part in enumerate(times):
-        samples[f"{part}_ms"] = of_ranks[:, place].round(4).tolist()
+    samples = {f"{part}_ms": values.round(4).tolist() for part, values in by_part.items()}
     step_ms = p50["step"]
-    place = list(times).index("compute")
-    compute = np.median(of_ranks[:, place], axis=1)
+    compute = np.median(by_part["compute"], axis=1)
     efficiency, refused = efficiency_of(p50["compute"], step_ms, where)
     row = {
         "model": arguments.model,
@@ -186,9 +184,7 @@ def _measure(
         float(plain())
         times["compute"].append(time.perf_counter() - started)
 
-    untimed = WARM_UP
-    if communicator.size > 1:
-        untimed = STEPS_OF_TRIALS
+    untimed = STEPS_OF_TRIALS if communicator.size > 1 else WARM_UP
     for _ in range(untimed):
         whole()
     for _ in range(WARM_UP):

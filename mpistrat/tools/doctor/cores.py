@@ -49,10 +49,12 @@ def check(job: Job) -> Findings:
     if job.failure is not None and job.first.launch.of_several:
         return  # the number of ranks on this node is not known
     for name, ranks in job.nodes().items():
-        found = list(_sharing(ranks))
-        found += _quota(ranks)
-        found += _threads(ranks)
-        found += _slurm(ranks)
+        found = [
+            *_sharing(ranks),
+            *_quota(ranks),
+            *_threads(ranks),
+            *_slurm(ranks),
+        ]
         if PROBLEM not in {finding.level for finding in found}:
             found.append(_fine(ranks))
         if farthest := max(rank.cores.distance for rank in ranks):

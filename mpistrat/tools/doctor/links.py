@@ -147,9 +147,7 @@ def check(job: Job) -> Findings:
     if links is None or not links.rates:
         return
     names = list(job.nodes())
-    rates: _Rates = {}
-    for a, b, rate in links.rates:
-        rates[int(a), int(b)] = rate
+    rates = {(int(a), int(b)): rate for a, b, rate in links.rates}
     slow = slower_than_others(rates)
     yield from _named(slow, rates, names)
     fast = [rate for pair, rate in rates.items() if pair not in slow]
@@ -157,13 +155,10 @@ def check(job: Job) -> Findings:
     if not slow:
         nodes = counted(len(names), "node")
         speeds = _range(min(fast), max(fast))
-        some = ""
-        if len(rates) < links.pairs:
-            some = f" ({len(rates)} of {links.pairs} pairs)"
-        middle = ""
-        if len(fast) > 2:
-            median = statistics.median(fast)
-            middle = f", the median is {_speed(median)}"
+        measured = len(rates)
+        some = f" ({measured} of {links.pairs} pairs)" if measured < links.pairs else ""
+        median = _speed(statistics.median(fast))
+        middle = f", the median is {median}" if len(fast) > 2 else ""
         yield ok(f"{nodes} exchange {speeds} with each other{some}{middle}.")
 
 
@@ -234,11 +229,11 @@ def _slow_nodes(slow: Set[_Pair], pairs: Iterable[_Pair]) -> dict[int, list[_Pai
     Args: slow: the slow ones of `pairs`.
     """
     pairs_of = grouped((node, pair) for pair in pairs for node in pair)
-    found = {}
-    for node, measured in sorted(pairs_of.items()):
-        if len(measured) > 1 and slow >= set(measured):
-            found[node] = measured
-    return found
+    return {
+        node: measured
+        for node, measured in sorted(pairs_of.items())
+        if len(measured) > 1 and slow >= set(measured)
+    }
 
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Findings:

@@ -197,8 +197,9 @@ def _room(folder_of: Callable[[], str]) -> Room | None:
         system = os.statvfs(folder)
     except OSError:
         return None
-    block = system.f_frsize
-    return Room(folder, block * system.f_blocks, block * system.f_bavail)
+    size = system.f_frsize * system.f_blocks
+    free = system.f_frsize * system.f_bavail
+    return Room(folder, size, free)
 
 
 def _limits_of(kind: int) -> list[int | None]:

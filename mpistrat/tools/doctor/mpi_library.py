@@ -101,9 +101,7 @@ def _one_library(job: Job) -> Findings:
         for rank in job.ranks
     )
     if len(with_library) > 1:
-        listed = []
-        for name, ranks in with_library.items():
-            listed.append(f"{ranks_in_words(ranks)}: {name}")
+        listed = [f"{ranks_in_words(ranks)}: {name}" for name, ranks in with_library.items()]
         yield problem(
             f"Ranks have loaded different MPI libraries: {'; '.join(listed)}.",
             "load the same module on all nodes, in the job script, or name one library in MPI4PY_LIBMPI and have the "
@@ -303,9 +301,8 @@ def command_of_ranks(launch: Launch) -> list[str]:
 
     srun, if it offers a type of --mpi that the MPI of mpirun has; else mpirun. [""] if there is neither.
     """
-    kinds = ["pmi2", "pmix"]
-    if command_family(launch.mpirun_version) == OPEN_MPI:
-        kinds.remove("pmi2")
+    is_open_mpi = command_family(launch.mpirun_version) == OPEN_MPI
+    kinds = ["pmix"] if is_open_mpi else ["pmi2", "pmix"]
     for kind in kinds:
         if kind in launch.srun_types:
             return ["srun", f"--mpi={kind}"]
@@ -335,8 +332,7 @@ def _in_the_same_folder(file: str, patterns: Iterable[str], access: int) -> str:
     they may hold several MPIs.
     Args: patterns: relative to the installation.   access: the permission that the file must have, as in `os.access`.
     """
-    folder = os.path.dirname(os.path.realpath(file))
-    prefix = os.path.dirname(folder)
+    prefix = os.path.dirname(os.path.dirname(os.path.realpath(file)))
     if not file or prefix in ("/", "/usr"):
         return ""
     for pattern in patterns:

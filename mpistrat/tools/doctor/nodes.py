@@ -113,9 +113,7 @@ def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
 def check(job: Job) -> Findings:
     yield from _clocks(job)
     if job.first.launch.slurm:
-        found = list(_inherited(job))
-        found += _not_a_step(job)
-        found += _placement(job)
+        found = [*_inherited(job), *_not_a_step(job), *_placement(job)]
         yield from found or [_slurm_summary(job)]
 
 
@@ -205,16 +203,10 @@ def _not_a_step(job: Job) -> Findings:
 def _placement(job: Job) -> Findings:
     """Find ranks that have another number in Slurm than in MPI, and a number of nodes that differs between the two.
 
-    Nothing if MPI failed, or Slurm's numbers are not known: a rank has none, or two have the same. Two have the same
-    under mpirun, because Slurm numbers mpirun's daemons, and their ranks inherit the number.
+    Nothing if MPI failed, or Slurm's numbers are not known.
     """
-    numbers = {}  # SLURM_PROCID by MPI rank
-    for rank in job.ranks:
-        text = rank.launch.slurm.get("SLURM_PROCID", "")
-        if text.isdigit():
-            numbers[rank.rank] = int(text)
-    different = set(numbers.values())
-    if job.failure or len(different) < len(job.ranks):
+    numbers = _slurm_numbers(job)
+    if job.failure or not numbers:
         return
     if moved := [rank for rank, number in numbers.items() if number != rank]:
         yield warning(
@@ -236,14 +228,27 @@ def _placement(job: Job) -> Findings:
         )
 
 
+def _slurm_numbers(job: Job) -> dict[int, int]:
+    """Return Slurm's number (SLURM_PROCID) by MPI rank; an empty dict if a rank has no number, or two have the same.
+
+    Two have the same under mpirun: Slurm numbers mpirun's daemons, and their ranks inherit the number.
+    """
+    numbers = {}
+    for rank in job.ranks:
+        text = rank.launch.slurm.get("SLURM_PROCID", "")
+        if text.isdigit():
+            numbers[rank.rank] = int(text)
+    different = set(numbers.values())
+    return numbers if len(different) == len(job.ranks) else {}
+
+
 def _slurm_summary(job: Job) -> Finding:
     launch = job.first.launch
     parts = [f"job {launch.slurm.get('SLURM_JOB_ID', '?')}"]
     if launch.by_srun:  # under mpirun, the step holds mpirun's daemons
-        slurm = launch.slurm
         for what, name in _STEP.items():
-            if slurm.get(name):
-                parts.append(f"{what} {slurm[name]}")
+            if text := launch.slurm.get(name):
+                parts.append(f"{what} {text}")
     if launch.srun_types:
         parts.append(f"srun --mpi=list: {' '.join(launch.srun_types)}")
     return ok(f"Slurm: {', '.join(parts)}.")

@@ -140,9 +140,8 @@ def _between_nodes(
         pair = f"{topology.hosts[topology.node]} and {topology.hosts[other]}"
         tell(stage=f"measuring the link between {pair}", seconds=SECONDS_TO_MEASURE)
 
-    rates: list[list[float]] = []
-    for of_node in leaders.gather(links.measure(leaders, begin)) or []:
-        rates += of_node
+    of_nodes = leaders.gather(links.measure(leaders, begin)) or []
+    rates = [rate for of_node in of_nodes for rate in of_node]
     speeds = leaders.gather(list(network_links())) or []
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
     return clocks, facts.Links(rates, speeds, pairs)

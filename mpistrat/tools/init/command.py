@@ -24,10 +24,7 @@ def run(folder: str, launch: Launch) -> int:
         launch: the facts of this process's launcher and of Slurm.
     Returns: the exit code: 0; 1 if a file is there already or cannot be written. Then no file was written.
     """
-    there = []
-    for name in _NAMES:
-        if os.path.lexists(os.path.join(folder, name)):
-            there.append(name)
+    there = [name for name in _NAMES if os.path.lexists(os.path.join(folder, name))]
     if there:
         what = f"there is {', '.join(there)} in {folder} already"
         print(f"mpistrat init: {what}: move it away, or name another folder", file=sys.stderr)

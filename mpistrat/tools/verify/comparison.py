@@ -61,35 +61,29 @@ def compare(reference: Run, control: Recording, ranks: Run) -> Verdict:
         reference, ranks: see `Verdict`.
         control: the first rank of the same run as `reference`, with numbers that were changed by rounding.
     """
-    first = reference[0]
-    epsilon = first.epsilon
+    epsilon = reference[0].epsilon
     floor = FLOOR * epsilon
     recognisable = max(1 / FACTOR, 16 * epsilon)
     limits = dict.fromkeys(KINDS, floor)  # rounding grows in a training: they never fall
     most = Verdict(reference, ranks, floor)
     counts = {len(rank.steps) for rank in reference + ranks}
-    compared = min(*counts, len(control.steps))
-    for number in range(compared):
+    for number in range(min(*counts, len(control.steps))):
         for kind in KINDS:
-            shaken = _distances(first, control, number, kind)
+            shaken = _distances(reference[0], control, number, kind)
             rounding = np.max([0.0, *shaken.values()])
             if not rounding <= recognisable:  # it may be NaN
                 return replace(most, outcome="equal", number=number)
             limit = max(limits[kind], FACTOR * rounding)
             limits[kind] = limit
-            rights = reference * len(ranks)
-            for right, rank in zip(rights, ranks, strict=False):
-                distances = _distances(right, rank, number, kind)
-                for key, distance in distances.items():
+            for right, rank in zip(reference * len(ranks), ranks, strict=False):
+                for key, distance in _distances(right, rank, number, kind).items():
                     tensor = (number + 1, kind, key, rank.rank, distance)
                     found = Verdict(reference, ranks, limit, "tensor", *tensor)
                     if not distance <= limit:
                         return found
                     if distance > most.distance:
                         most = found
-    outcome = "equal"
-    if len(counts) > 1:
-        outcome = "steps"
+    outcome = "steps" if len(counts) > 1 else "equal"
     return replace(most, outcome=outcome, number=min(counts))
 
 

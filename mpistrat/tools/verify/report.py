@@ -30,10 +30,7 @@ EQUAL up to rounding: {ranks} ranks compute as {right} in {found.number} of {cou
 def text_of(found: Verdict, causes: list[str]) -> str:
     """Return the lines for a verdict, and for the causes of a difference."""
     ranks = len(found.ranks)
-    right = "1 rank"
-    if len(found.reference) > 1:
-        right = f"{ranks} ranks on gloo"
-    runs = found.reference[:1] + found.ranks
+    right = "1 rank" if len(found.reference) == 1 else f"{ranks} ranks on gloo"
     text = _OUTCOMES[found.outcome].format(
         found=found,
         kind=_KINDS[found.kind],
@@ -42,7 +39,7 @@ def text_of(found: Verdict, causes: list[str]) -> str:
         right=right,
         mine=_side(found, found.reference),
         theirs=_side(found, found.ranks),
-        counts=[len(rank.steps) for rank in runs],
+        counts=[len(rank.steps) for rank in found.reference[:1] + found.ranks],
     )
     lines = [text, *(f"  {cause}" for cause in causes)]
     if found.reference[0].switched_off:

@@ -52,9 +52,8 @@ def _flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, to
     parameters = list(module.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=work.device)
-    pairs = []
-    for part, parameter in zip(flat.split(sizes), parameters, strict=True):
-        pairs.append((part.view(parameter.shape), parameter))
+    parts = zip(flat.split(sizes), parameters, strict=True)
+    pairs = [(part.view(parameter.shape), parameter) for part, parameter in parts]
     return module, optimizer, flat, pairs
 
 

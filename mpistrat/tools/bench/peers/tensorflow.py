@@ -45,10 +45,7 @@ def training_steps(work: Work) -> Contestants:
     Raises: CannotTakePart for a model that is no perceptron, or on a device.
     """
     check_on_host(work.device)
-    module, _ = work.build()
-    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    if not isinstance(module, torch.nn.Sequential) or len(layers) * 2 != len(module):
-        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
+    layers = _perceptron(work)
     strategy = _start()
     inputs, targets = (tf.constant(tensor.numpy()) for tensor in work.batch)
     inputs = tf.reshape(inputs, [len(inputs), -1])
@@ -82,6 +79,15 @@ def training_steps(work: Work) -> Contestants:
 
     compiled = tf.function(step)
     return {"TensorFlow, ring": lambda: torch.from_numpy(np.array(compiled()))}
+
+
+def _perceptron(work: Work) -> list[torch.nn.Linear]:
+    """Return the linear layers of the work's model, in order. Raises: CannotTakePart if the model is no perceptron."""
+    module, _ = work.build()
+    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+    if not isinstance(module, torch.nn.Sequential) or len(layers) * 2 != len(module):
+        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
+    return layers
 
 
 def all_reduces(values: np.ndarray) -> Contestants:
