@@ -83,24 +83,21 @@ class Client:
         Called by: `LossPolicy.describe`, for the error about a dead server.
         """
         lost = self.routes.lost()
-        used = list(self.used.values())
-        return [address.name for address in used if address.server in lost]
+        return [address.name for address in list(self.used.values()) if address.server in lost]
 
     def create(self, address: Address, value: Array) -> None:
         """Have the server make the array with this first value, and wait until it and its backup have it.
 
         Called by: the rank that makes variables.
         """
-        server, key, name, spec = address
-        self.used[key] = address
-        holder = self.routes.holder_of(server)
+        self.used[address.key] = address
+        holder = self.routes.holder_of(address.server)
         buffers = self._memory.buffers_for(holder)
         (packed,), region = pack([value], buffers)
-        new = NewArray(key, server, name, spec, packed)
-        call = self.routes.call(server, messages.CREATE, new, holder)
-        call.wait()
+        new = NewArray(address.key, address.server, address.name, address.spec, packed)
+        self.routes.call(address.server, messages.CREATE, new, holder).wait()
         self._memory.buffers.give_back(region)
-        self.bytes_pushed += spec.nbytes
+        self.bytes_pushed += address.spec.nbytes
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
         """Have the ranks that wait in `find` for this array raise the error, now and later."""
@@ -122,47 +119,42 @@ class Client:
 
     def pull(self, address: Address) -> Array:
         """Return a copy of an array, in host memory; later updates do not change it."""
-        spec = address.spec
         with self._recycling:
-            out = self._results.empty(spec.shape, spec.native_dtype)
+            out = self._results.empty(address.spec.shape, address.spec.native_dtype)
         self.pull_into([(address, out)])
         return out
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
-        """Read arrays from all servers at the same time.
+        """Read arrays from all servers at the same time, note them in `used`, and count their bytes.
 
         Args: wanted: pairs (address, array to overwrite, of the same shape and dtype, on any device).
-        Raises: UnavailableError if no living server has an array.
+        Raises: UnavailableError if no living server has an array; some arrays may be overwritten then.
         """
-        memory = self._memory
         calls = []
         for address, out in wanted:
-            server, key, _, spec = address
-            nbytes = spec.nbytes
-            self.used[key] = address
-            self.bytes_pulled += nbytes
-            table = memory.table(address)
+            spec = address.spec
+            self.used[address.key] = address
+            self.bytes_pulled += spec.nbytes
+            table = self._memory.table(address)
             if table is not None and table.copy_to(out):
                 continue
             # The server copies the array between two updates, if possible into memory of this process.
-            holder = self.routes.holder_of(server)
+            holder = self.routes.holder_of(address.server)
             region = None
             target = None
-            if table is not None and memory.buffers_for(holder):
-                region = memory.buffers.take(nbytes)
-                part = region.part(0, nbytes)
-                target = SharedTensor(part.handle, spec)
-            body = key, target
-            call = self.routes.call(server, messages.PULL, body, holder)
+            if table is not None and self._memory.buffers_for(holder):
+                region = self._memory.buffers.take(spec.nbytes)
+                target = SharedTensor(region.part(0, spec.nbytes).handle, spec)
+            body = address.key, target
+            call = self.routes.call(address.server, messages.PULL, body, holder)
             calls.append((out, spec, region, call))
         for out, spec, region, call in calls:
             answer = call.wait()
             if answer is not None:
-                out[...] = unpack(answer, memory.mappings)
+                out[...] = unpack(answer, self._memory.mappings)
             elif region is not None:
-                memory_of_array = region.memory[: spec.nbytes]
-                out[...] = spec.array_in(memory_of_array)
-            memory.buffers.give_back(region)
+                out[...] = spec.array_in(region.memory[: spec.nbytes])
+            self._memory.buffers.give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
         """Return a copy of an array's rows, in host memory and in the order of `indices`.
@@ -171,16 +163,12 @@ class Client:
         """
         self.used[address.key] = address
         table = self._memory.table(address)
-        rows = None
-        if table is not None:
-            rows = table.rows(indices)
+        rows = None if table is None else table.rows(indices)
         if rows is None:
             body = address.key, inline(indices)
             call = self.routes.call(address.server, messages.ROWS, body)
-            answer = call.wait()
-            rows = unpack(answer, self._memory.mappings)
-        count = arrays.num_elements(rows)
-        self.bytes_pulled += count * address.spec.itemsize
+            rows = unpack(call.wait(), self._memory.mappings)
+        self.bytes_pulled += arrays.num_elements(rows) * address.spec.itemsize
         return rows
 
     def change(self, changes: Sequence[Change]) -> list[Array | None]:
@@ -262,8 +250,7 @@ class Client:
 
         Called by: the rank that makes variables.
         """
-        first = self.routes.servers[0]
-        copies = self.routes.copies_of(first)
+        copies = self.routes.copies_of(self.routes.servers[0])
         self.rpc.notify_all(copies, messages.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
@@ -286,7 +273,7 @@ class OptimizersOnServers:
         self,
         optimizer: int,
         definition: OptimizerDefinition,
-        arrays: Sequence[tuple[Address, bool]],
+        addresses: Sequence[tuple[Address, bool]],
     ) -> None:
         """Have the servers make an optimizer for arrays, and wait until they have.
 
@@ -295,14 +282,14 @@ class OptimizersOnServers:
         Args:
             optimizer: the optimizer's number.
             definition: the optimizer's class and arguments.
-            arrays: the address of each array, and whether the array is one part of a split variable.
+            addresses: the address of each array, and whether the array is one part of a split variable.
         Raises: TypeError if the definition cannot be pickled, or the optimizer cannot step a part.
         """
         import cloudpickle  # imported here, so that `import mpistrat` stays fast
 
         packed = cloudpickle.dumps(definition)  # also of classes of the main script
         keys: dict[int, list[tuple[int, bool]]] = {}  # by server
-        for address, shard in arrays:
+        for address, shard in addresses:
             of_server = keys.setdefault(address.server, [])
             of_server.append((address.key, shard))
         calls = []

@@ -109,10 +109,9 @@ class RemoteVariable(Variable):
         like = self.address.spec.empty()
         fits = fitting_operand(method, like, operand, self.name)
         if isinstance(fits, IndexedSlices):
-            values = arrays.detach_read(fits.values)
-            values = arrays.cast_like(values, like)
-            indices = arrays.to_numpy(fits.indices)
-            fits = IndexedSlices(values, indices.astype(np.int64, copy=False))
+            values = arrays.cast_like(arrays.detach_read(fits.values), like)
+            indices = arrays.to_numpy(fits.indices).astype(np.int64, copy=False)
+            fits = IndexedSlices(values, indices)
         return Change(self.address, method, fits)
 
     def _update(self, method: str, operand: Any) -> Any:
@@ -160,7 +159,7 @@ class VariablesOnServers(VariableStore):
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
         # Counted atomically: a program may make variables in several threads.
         self._keys = itertools.count()
-        self._turns = itertools.count()  # of the arrays that went to the servers in turn
+        self._turns = itertools.cycle(job.servers)
         # The servers of the other variable, inside colocate_vars_with; empty: all servers in turn.
         self._colocated: Sequence[int] = []
 
@@ -242,7 +241,7 @@ class VariablesOnServers(VariableStore):
             first += rows
         return addresses
 
-    def _sizes(self, shape: _Shape, dtype: Any, name: str) -> list[int]:
+    def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
         """Return the number of rows of each part; [] for a variable that is not split.
 
         Raises: ValueError if the partitioner splits another axis than the first, or returns no list of ints.
@@ -250,20 +249,18 @@ class VariablesOnServers(VariableStore):
         if self.partitioner is None or not shape:
             return []
         partitions = self.partitioner(list(shape), dtype)
-        types = set()
-        if isinstance(partitions, (list, tuple)):
-            types = {type(number) for number in partitions}
-        if types != {int} or partitions[0] < 1 or {*partitions[1:]} - {1}:
+        is_list = isinstance(partitions, (list, tuple))
+        are_numbers = is_list and {type(number) for number in partitions} == {int}
+        if not are_numbers or partitions[0] < 1 or {*partitions[1:]} - {1}:
             example = [2] + [1] * (len(shape) - 1)
             raise ValueError(
                 f"variable_partitioner must give the number of parts along the first axis and 1 for the others, such "
                 f"as {example}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"
             )
-        rows = shape[0]
-        count = min(partitions[0], rows)
+        count = min(partitions[0], shape[0])
         if partitions[0] == 1 or not count:
             return []
-        return equal_parts(rows, count)
+        return equal_parts(shape[0], count)
 
     def _placed(
         self,
@@ -308,11 +305,10 @@ class VariablesOnServers(VariableStore):
     def _next_place(self, part: int) -> tuple[int, int]:
         """Return the next server, or inside `colocated` the other variable's server, and the new array's number."""
         key = next(self._keys)
-        servers = self._colocated
-        if not servers:
-            servers = self._job.servers
-            part = next(self._turns)
-        return servers[part % len(servers)], key
+        colocated = self._colocated
+        if colocated:
+            return colocated[part % len(colocated)], key
+        return next(self._turns), key
 
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
         """If this rank makes arrays, send the error to the ranks that wait for this array."""

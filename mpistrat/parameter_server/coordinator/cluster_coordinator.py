@@ -143,13 +143,9 @@ class ClusterCoordinator:
 
         Raises: the error of a function.
         """
-
-        def fetched(leaf: Any) -> Any:
-            if isinstance(leaf, RemoteValue):
-                return leaf.fetch()
-            return leaf
-
-        return nest.map_structure(fetched, val)
+        return nest.map_structure(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
+        )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> per_worker.PerWorkerDataset:
         """Return a dataset with a copy on each worker. Pass `iter` of it to `schedule`; the chief cannot read elements.
@@ -196,6 +192,8 @@ class ClusterCoordinator:
     def end(self) -> None:
         """Stop scheduling. Unfinished functions fail with UnavailableError, and later calls of `schedule` raise it.
 
+        The error of a function that `join` has not raised is not raised here: a message on stderr tells it.
+
         Called by: the strategy's `shutdown`.
 
         Example, on several ranks::
@@ -220,19 +218,12 @@ class ClusterCoordinator:
             payload, resources = self._resources.pack((fn, args, kwargs))
         except Exception as error:
             values = {f"function {name}": fn}
-            for i, value in enumerate(args):
-                values[f"argument {i} of {name}"] = value
-            for key, value in kwargs.items():
-                values[f"argument {key!r} of {name}"] = value
+            values |= {f"argument {i} of {name}": value for i, value in enumerate(args)}
+            values |= {f"argument {key!r} of {name}": value for key, value in kwargs.items()}
             raise_explained(values, self._resources.pack, error)
-        resolve = self._cluster.references.resolve
-
-        def unpack(packed: bytes) -> Any:
-            return loads(packed, resolve)
-
+        unpack = functools.partial(loads, resolve=self._cluster.references.resolve)
         result = RemoteValue(self._queue.changed, unpack, name)
-        closure = Closure(name, payload, resources, result, internal)
-        self._queue.put(closure)
+        self._queue.put(Closure(name, payload, resources, result, internal))
         self._dispatcher.hand_out()
         return result
 

@@ -64,22 +64,20 @@ class Dispatcher:
         self._cluster = cluster
         self._queue = queue
         self._resources = resources
-        rpc = cluster.rpc
-        self._rpc = rpc
+        self._rpc = cluster.rpc
         self._lock = threading.RLock()  # taken before the queue's
         self._workers = {
             rank: _LivingWorker(index, rank) for index, rank in enumerate(cluster.workers)
         }
         self._ended = False
-        rpc.handle(OUTCOMES, self._take_outcomes)
-        rpc.handle(RETURNED, self._take_back)
-        rpc.on_lost(self._lose)
-        for rank in sorted(rpc.channel.lost):
+        self._rpc.handle(OUTCOMES, self._take_outcomes)
+        self._rpc.handle(RETURNED, self._take_back)
+        self._rpc.on_lost(self._lose)
+        for rank in sorted(self._rpc.channel.lost):
             self._lose(rank)
         # Exit handlers run last in, first out, so this handler runs before the job's handler ends the workers.
         atexit.register(self.end)
-        reader = threading.Thread(target=self._read, name="mpistrat coordinator", daemon=True)
-        reader.start()
+        threading.Thread(target=self._read, name="mpistrat coordinator", daemon=True).start()
 
     def hand_out(self) -> None:
         """Send waiting closures to workers that have room for more, first to the worker with the fewest in hand.
@@ -87,17 +85,14 @@ class Dispatcher:
         Called by: threads that have changed the queue or a worker's closures.
         """
         with self._lock:
-            workers = self._workers.values()
-            for worker in sorted(workers, key=lambda worker: len(worker.in_hand)):
+            for worker in sorted(self._workers.values(), key=lambda worker: len(worker.in_hand)):
                 waiting = len(self._queue)
                 if not waiting:
                     return
-                in_hand = len(worker.in_hand)
-                room = worker.ahead - in_hand
-                share = min(room, math.ceil(waiting / len(workers)))
+                room = worker.ahead - len(worker.in_hand)
+                share = min(room, math.ceil(waiting / len(self._workers)))
                 # A worker that still has closures gets the next ones in groups, not one by one.
-                is_ready = not in_hand or share >= worker.ahead // 2
-                if share > 0 and is_ready:
+                if share > 0 and (not worker.in_hand or share >= worker.ahead // 2):
                     self._send(worker, self._queue.take(share))
 
     def end(self) -> None:

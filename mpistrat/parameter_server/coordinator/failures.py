@@ -35,9 +35,8 @@ def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) 
 
     Errors that would end the chief, such as SystemExit, become RuntimeErrors; StopIteration becomes OutOfRangeError.
     """
-    frames = error.__traceback__
-    if frames is not None:
-        error.__traceback__ = frames.tb_next  # without the frame of the caller
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next  # without the frame of the caller
     stack = "".join(traceback.format_exception(error)).rstrip()
     raised = _as_error(error)
     packed = b""
@@ -78,8 +77,7 @@ def _without_init(value: Any) -> tuple[Any, ...] | None:
 
 def _made_of(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     error = kind.__new__(kind, *args)
-    built_in = (cls for cls in kind.__mro__ if not _is_of_python(cls, "__init__"))
-    base: Any = next(built_in)
+    base: Any = next(cls for cls in kind.__mro__ if not _is_of_python(cls, "__init__"))
     base.__init__(error, *args)
     return error
 

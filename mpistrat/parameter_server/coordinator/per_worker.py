@@ -6,7 +6,6 @@ A resource describes such a value. Each worker makes its part once, when a closu
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import itertools
 import weakref
@@ -305,12 +304,8 @@ class DatasetOfWorker:
 
         Raises: ValueError if the dataset is empty.
         """
-        running = None
-        if self._last is not None:
-            running = self._last()
-        first: list[Any] = []
-        if running is not None:
-            first = running.peek()
+        running = None if self._last is None else self._last()
+        first = running.peek() if running else []
         if not first:
             self._begun = self._begun or IteratorOfWorker(iter(self._dataset))
             first = self._begun.peek()
@@ -330,9 +325,7 @@ class IteratorOfWorker(Iterator[Any]):
 
     def peek(self) -> list[Any]:
         """Return a list with the next element alone, without consuming the element; [] at the end."""
-        first = []
-        with contextlib.suppress(StopIteration):
-            first.append(next(self._elements))
+        first = [*itertools.islice(self._elements, 1)]
         self._elements = itertools.chain(first, self._elements)
         return first
 

@@ -108,7 +108,6 @@ def _resolved(key: Any) -> NoReturn:
 
 
 _DEEPEST = 8
-_Part = tuple[str, Any]  # the description of a part of an object, and the part
 _Pack = Callable[[Any], object]
 
 
@@ -162,7 +161,7 @@ def _innermost(name: str, value: Any, error: Exception, pack: _Pack) -> tuple[st
     return " → ".join(path), value, error
 
 
-def _parts(value: Any) -> Iterator[_Part]:
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield a description and the value of each object that pickle would pickle with `value`."""
     if isinstance(value, types.FunctionType):
         yield from _captured(value)
@@ -180,7 +179,7 @@ def _parts(value: Any) -> Iterator[_Part]:
         yield from _labelled("its attribute {!r}", vars(value).items())
 
 
-def _labelled(text: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[_Part]:
+def _labelled(text: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
     return ((text.format(key), part) for key, part in parts)
 
 
@@ -189,7 +188,7 @@ def _pickles_itself(kind: type) -> bool:
     return reduce is not object.__reduce__
 
 
-def _captured(function: types.FunctionType) -> Iterator[_Part]:
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         with contextlib.suppress(ValueError):  # not assigned to yet

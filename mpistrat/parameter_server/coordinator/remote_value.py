@@ -92,18 +92,14 @@ class RemoteValue(ReadsAsArray):
 
     def __repr__(self) -> str:
         """Describe the state of the result, without waiting for it or unpickling it."""
-        worker = self.worker
         if not self._finished:
-            state = "waiting"
-            if worker is not None:
-                state = f"with worker {worker}"
+            state = "waiting" if self.worker is None else f"with worker {self.worker}"
         elif self._error is not None:
             state = f"{type(self._error).__name__}: {self._error!s:.60}"
         elif self._packed is not None:
-            state = f"ready, by worker {worker}"
+            state = f"ready, by worker {self.worker}"
         else:
-            outline = nest.map_structure(_outline, self._value)
-            state = f"{outline!r:.80}, by worker {worker}"
+            state = f"{nest.map_structure(_outline, self._value)!r:.80}, by worker {self.worker}"
         return f"<RemoteValue of {self._name}: {state}>"
 
     def __reduce__(self) -> NoReturn:

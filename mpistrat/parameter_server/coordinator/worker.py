@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import functools
 import random
 import sys
 import threading
@@ -116,14 +117,10 @@ class Worker:
                 function, args, kwargs = loads(payload, self._resources.resolve)
                 begin()
                 value = function(*args, **kwargs)
-                if value is None:
-                    return closure, NONE, None
-
-                def pack(part: Any) -> bytes:
-                    return dumps(part, reference_of)
-
+                pack = functools.partial(dumps, reference_of=reference_of)
                 try:
-                    return closure, pack(value), None
+                    packed = NONE if value is None else pack(value)
+                    return closure, packed, None
                 except Exception as error:
                     raise_explained({f"what {name} returned": value}, pack, error)
         except KeyboardInterrupt:  # ends the job, and is no error of the closure

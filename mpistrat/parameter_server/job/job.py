@@ -96,33 +96,32 @@ class ServerJob:
             pipes = shared_bytes() > 0
             duplicate = comm.Dup()
             channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=pipes)
-        rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
-        self.rpc = rpc
-        ranks = roles.ranks
-        self.servers = ranks["ps"]
-        self.workers = ranks["worker"]
+        self.rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
+        self.servers = roles.ranks["ps"]
+        self.workers = roles.ranks["worker"]
         clients = {*range(comm.Get_size())} - {*self.servers}
         self.clients = tuple(sorted(clients))
-        self.trainers = (*ranks.get("chief", ()), *self.workers)
-        self.client = Client(rpc, self.servers, replicated)
+        self.trainers = (*roles.ranks.get("chief", ()), *self.workers)
+        self.client = Client(self.rpc, self.servers, replicated)
         self.coordinator: int | None = None
         self.ended = False
         self.is_done = False
         self.checkpoint = ""
         lost_ranks = LossPolicy(self)
-        rpc.describe_death = lost_ranks.describe
-        rpc.on_lost(lost_ranks.lost)  # before the server's handler
+        self.rpc.describe_death = lost_ranks.describe
+        self.rpc.on_lost(lost_ranks.lost)  # before the server's handler
         self.server: ParameterServer | None = None
         if roles.rank in self.servers:
             backup = self.client.routes.backups.get(roles.rank)
-            creator = self.trainers[0]
-            self.server = ParameterServer(rpc, self.clients, self.trainers, creator, backup)
+            self.server = ParameterServer(
+                self.rpc, self.clients, self.trainers, self.trainers[0], backup
+            )
         self._here = 0
         self._begun = False
-        rpc.handle(END, self._end)
-        rpc.handle(_HERE, self._comes)
-        rpc.handle(_BEGIN, self._may_begin)
-        rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
+        self.rpc.handle(END, self._end)
+        self.rpc.handle(_HERE, self._comes)
+        self.rpc.handle(_BEGIN, self._may_begin)
+        self.rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
         # Exit handlers run last in, first out, so this handler runs before the ranks wait for each other. The servers
         # wait for `done`, so it runs even if the program has dropped its strategy.
         atexit.register(self.done)
@@ -142,14 +141,13 @@ class ServerJob:
 
         Args: coordinates: whether this rank schedules functions on the workers.
         """
-        rpc = self.rpc
         if coordinates:
-            self.coordinator = rpc.rank
+            self.coordinator = self.rpc.rank
         if not self.outlives_ranks:
             return
-        rpc.notify(self.servers[0], _HERE, coordinates)
-        rpc.run_until(lambda: self._begun)
-        job_end().losses.go_on(rpc.channel.has_lost)
+        self.rpc.notify(self.servers[0], _HERE, coordinates)
+        self.rpc.run_until(lambda: self._begun)
+        job_end().losses.go_on(self.rpc.channel.has_lost)
         job_end().records.record.expendable = not coordinates
 
     def _comes(self, rank: int, coordinates: bool) -> None:
@@ -203,19 +201,18 @@ class ServerJob:
         """
         if self.is_done:
             return
-        rpc = self.rpc
         self._leave()
         if self.roles.task_type == "chief":
-            rpc.notify_all(self.workers, END)
+            self.rpc.notify_all(self.workers, END)
         if self.server is None:
             self.client.routes.leave()
         self._send_the_rest()
-        lost = rpc.channel.lost
-        if self.outlives_ranks and rpc.rank == self.coordinator and lost:
+        lost = self.rpc.channel.lost
+        if self.outlives_ranks and self.rpc.rank == self.coordinator and lost:
             # After a death the ranks do not wait for each other at the end, and mpirun would kill the other ranks if
             # this rank fails.
-            others = rpc.size - 1
-            rpc.run_until(lambda: len(lost) == others, _SECONDS_FOR_THE_OTHERS)
+            others = self.rpc.size - 1
+            self.rpc.run_until(lambda: len(lost) == others, _SECONDS_FOR_THE_OTHERS)
 
     def _send_the_rest(self) -> None:
         """Wait until this rank's messages to the servers, and the coordinator's to workers, have gone out.
@@ -226,12 +223,11 @@ class ServerJob:
         to = [*self.servers]
         if self.rpc.rank == self.coordinator:
             to += self.workers
-        rpc = self.rpc
-        unsent = rpc.channel.unsent
-        if not rpc.run_until(lambda: not unsent(to), _SECONDS_TO_SEND):
+        unsent = self.rpc.channel.unsent
+        if not self.rpc.run_until(lambda: not unsent(to), _SECONDS_TO_SEND):
             names = ", ".join(self.name_of(rank) for rank in unsent(to))
             job_end().end_job(
-                f"ending the job: {rpc.own_name} was at its end for {_SECONDS_TO_SEND:g} s, and "
+                f"ending the job: {self.rpc.own_name} was at its end for {_SECONDS_TO_SEND:g} s, and "
                 f"{names} did not read its messages. See what they do (py-spy dump), or whether they were stopped",
                 1,
             )
@@ -300,9 +296,7 @@ class LossPolicy:
         if rank == job.coordinator and not job.ended:
             self._end_job(f"{job.name_of(rank)} has died, and no other rank can schedule functions")
         lost = job.rpc.channel.lost
-        if job.coordinator in lost:
-            return
-        if job.rpc.rank != self._speaker(rank):
+        if job.coordinator in lost or job.rpc.rank != self._speaker(rank):
             return
         if rank in job.servers:
             tell(self.describe(rank), "ERROR")
@@ -344,9 +338,7 @@ class LossPolicy:
     def _who_goes_on(self, lost: int, others: Set[int]) -> str:
         job = self._job
         died = f"{job.name_of(lost)} has died"
-        number = "no other workers"
-        if others:
-            number = counted(len(others), "other worker")
+        number = counted(len(others), "other worker") if others else "no other workers"
         if job.coordinator is not None:
             if not others:
                 return f"{died}, and no worker is left"
@@ -364,8 +356,7 @@ class LossPolicy:
         the ranks) then says who died first.
         """
         job = self._job
-        chief = job.roles.ranks.get("chief", ())
-        needed = {*job.servers, *chief}
+        needed = {*job.servers, *job.roles.ranks.get("chief", ())}
         if job.server is not None:
             needed.update(job.clients)
         if rank in needed:

@@ -112,15 +112,13 @@ class RemoteModules(StrategyModules):
         tensors = self.tensors
         for name, parameter in new.parameters:
             if parameter not in tensors:
-                addresses = self._place(name, parameter.detach())
-                remote = tensors.add(parameter, addresses)
+                remote = tensors.add(parameter, self._place(name, parameter.detach()))
                 self.steps.add(parameter, remote)
                 if self._is_looked_up(parameter, remote.split):
                     leave_on_servers(parameter, remote)
         for name, _, _, buffer in new.buffers:
             if buffer not in tensors:
-                addresses = self._place(name, buffer.detach())
-                tensors.add(buffer, addresses)
+                tensors.add(buffer, self._place(name, buffer.detach()))
         for module in self._recorded():
             hooks.before_copy(module, self.refresh)
 

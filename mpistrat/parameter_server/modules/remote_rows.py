@@ -120,7 +120,7 @@ def _refuse_rows(module: Module) -> None:
             )
 
 
-def _look_up(func: _Operation, args: Any, kwargs: Any) -> Any:
+def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call an embedding function, and return its result. The weight that it gets has only the rows that it looks up.
 
     Raises: RuntimeError with `max_norm`; TypeError if only the indices are a `RemoteRows`.
@@ -138,9 +138,7 @@ def _look_up(func: _Operation, args: Any, kwargs: Any) -> Any:
     if padding is not None:
         row = padding % len(weight)
         found = (indices == row).nonzero()
-        arguments["padding_idx"] = None
-        if len(found):
-            arguments["padding_idx"] = int(found[0])
+        arguments["padding_idx"] = int(found[0]) if len(found) else None
     arguments["sparse"] = False
     return func(**arguments)
 
@@ -172,20 +170,17 @@ class _Whole(torch.autograd.Function):
         return gradient
 
 
-def _write(func: _Operation, args: Any, kwargs: Any) -> Any:
+def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `func`, an operation in place on its first tensor, and return its result.
 
     If the first tensor is a `RemoteRows`, `func` writes to a copy of all rows. The servers get the copy if this rank
     owns the parameter; otherwise it is lost. The result is then the `RemoteRows`.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    tensors = (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    at = next(tensors)
+    at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     target = leaves[at]
     writes_rows = isinstance(target, RemoteRows)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, RemoteRows):
-            leaves[i] = _Whole.apply(leaf)
+    leaves = [_Whole.apply(leaf) if isinstance(leaf, RemoteRows) else leaf for leaf in leaves]
     if writes_rows:
         leaves[at] = target.remote.pull(target)
     args, kwargs = pytree.tree_unflatten(leaves, structure)

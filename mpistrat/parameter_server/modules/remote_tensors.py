@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -55,8 +56,7 @@ class RemoteTensor:
         """Split `tensor`, of the whole shape, by parts. Returns: for each part its address and a view of its rows."""
         if not self.split:
             return [(self.addresses[0], tensor)]
-        views = tensor.split(self.rows)
-        return list(zip(self.addresses, views, strict=True))
+        return list(zip(self.addresses, tensor.split(self.rows), strict=True))
 
     def changes(self, method: str | GradientMethod, operand: Tensor) -> list[Change]:
         """Return a change for each part, by the part's rows of `operand`, for `Client.change`.
@@ -71,11 +71,8 @@ class RemoteTensor:
         Returns: for each part its address, the number of its first row in the whole tensor, and the slice of `indices`
             with the rows of this part, which may be empty.
         """
-        bounds = [0]
-        for rows in self.rows:
-            bounds.append(bounds[-1] + rows)
-        sorted_bounds = torch.tensor(bounds, device=indices.device)
-        cuts = torch.searchsorted(indices, sorted_bounds).tolist()
+        bounds = [*itertools.accumulate(self.rows, initial=0)]
+        cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
         parts = []
         for number, address in enumerate(self.addresses):
             part = slice(cuts[number], cuts[number + 1])
@@ -91,12 +88,11 @@ class RemoteTensor:
         for row in indices[:1].tolist() + indices[-1:].tolist():  # the first and the last
             if not 0 <= row < count:
                 raise IndexError(f"row {row} of an embedding of {count} rows does not exist")
-        parts = []
-        for address, first, part in self.by_part(indices):
-            if part.start < part.stop or not self.split:
-                of_part = indices[part] - first
-                rows = self.client.rows(address, of_part.cpu().numpy())
-                parts.append(rows)
+        parts = [
+            self.client.rows(address, (indices[part] - first).cpu().numpy())
+            for address, first, part in self.by_part(indices)
+            if part.start < part.stop or not self.split
+        ]
         if not parts:
             one_row = self.pull_rows(indices.new_zeros(1))
             return one_row[:0]
@@ -179,14 +175,11 @@ class RemoteTensors:
 
         Leaves out None, tensors that are not on servers, and embeddings without memory on this rank.
         """
-        held = []
-        for tensor in tensors:
-            if tensor is None or tensor not in self:
-                continue
-            remote = self[tensor]
-            if not remote.rows_only:
-                held.append((remote, tensor.detach()))
-        return held
+        return [
+            (self[tensor], tensor.detach())
+            for tensor in tensors
+            if tensor is not None and tensor in self and not self[tensor].rows_only
+        ]
 
     def sync(self, held: Sequence[Held]) -> None:
         """Pull the servers' values into the tensors of `held`. An owner first sends the tensors that it has written."""
@@ -218,14 +211,12 @@ class RemoteTensors:
     def begin_run(self, registry: Registry) -> None:
         """Pull the servers' values into the tensors of `registry`, and keep copies of the buffers for `end_run`."""
         slots = {slot.tensor(): slot for slot in registry.buffers}  # modules may share a buffer
-        tensors = [*registry.parameters(), *slots]
-        self.sync(self.held(tensors))
-        pulled = []
-        for tensor, slot in slots.items():
-            if tensor is not None and tensor in self:
-                buffer = _PulledBuffer(self[tensor], slot, tensor, tensor.clone())
-                pulled.append(buffer)
-        self._pulled = pulled
+        self.sync(self.held([*registry.parameters(), *slots]))
+        self._pulled = [
+            _PulledBuffer(self[tensor], slot, tensor, tensor.clone())
+            for tensor, slot in slots.items()
+            if tensor is not None and tensor in self
+        ]
 
     def end_run(self) -> None:
         """Send the difference that the run has made to each buffer. The servers add the differences of all ranks.

@@ -7,6 +7,7 @@ has scheduled. It also does when a server has died and its backup gets the reque
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ class UpdateNumbers:
         # Backward passes on GPUs and the program's own threads also make updates.
         self._lock = threading.Lock()
         self._session = session
-        self._next = 0  # the number of the session's next update
+        self._numbers = itertools.count()
         self._open: set[int] = set()  # the first numbers of pushes that servers have not answered
         self._work: int | None = None
         self._made: Counter[int] = Counter()  # updates of the closure, by array
@@ -70,9 +71,7 @@ class UpdateNumbers:
                 return self._work, number
             if self._session is None:
                 return None, 0
-            number = self._next
-            self._next += 1
-            return self._session, number
+            return self._session, next(self._numbers)
 
     @contextlib.contextmanager
     def push(self) -> Iterator[int]:
@@ -83,10 +82,7 @@ class UpdateNumbers:
         Yields: `settled`, a number: the servers have answered all updates of the session with smaller numbers.
         """
         with self._lock:
-            opened = 0
-            if self._session is not None:
-                opened = self._next
-                self._next += 1
+            opened = 0 if self._session is None else next(self._numbers)
             self._open.add(opened)
             settled = min(self._open)
         try:

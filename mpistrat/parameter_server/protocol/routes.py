@@ -28,9 +28,7 @@ class Routes:
         self.rpc = rpc
         self.servers = tuple(servers)
         following = (*servers[1:], *servers[:1])
-        self.backups: dict[int, int] = {}
-        if replicated:
-            self.backups = dict(zip(servers, following, strict=True))
+        self.backups = dict(zip(servers, following, strict=True)) if replicated else {}
         self.primaries = {backup: server for server, backup in self.backups.items()}
         self._pushes = itertools.count()
         self._has_left = False
@@ -74,16 +72,13 @@ class Routes:
         Raises: RuntimeError after `leave`.
         """
         self.check_use()
-        if to is None:
-            to = self.holder_of(server)
-        return FailoverRequest(self, server, method, body, to)
+        holder = self.holder_of(server) if to is None else to
+        return FailoverRequest(self, server, method, body, holder)
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """Return a new `Push`, the mark of one change's messages to several servers; None for a single server."""
         to = tuple(servers)
-        if len(to) < 2:
-            return None
-        return Push(next(self._pushes), to)
+        return Push(next(self._pushes), to) if len(to) > 1 else None
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Tell all servers that no worker repeats the closures with ids in `over`, or below `over_before`."""

@@ -27,20 +27,22 @@ REMEMBERED = 16
 
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
 _Which = tuple[int, "int | None"]  # client, part
-_Missing = dict[int, set[_PartOfPush]]  # by server
+_Entry = tuple[
+    int, "Push | None", Callable[..., None], tuple[Any, ...]
+]  # client, push, function, its arguments
 
 
 class ChangeLock:
     """A server's lock on changes. While one client holds it (in `consistent_snapshot`), other clients' changes wait.
 
-    Args: when_safe: calls a function once the server's backup has made the changes that have passed.
+    Args: when_safe: calls a function with its arguments once the server's backup has made the changes that have passed.
     """
 
     def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe) -> None:
         self._rpc = rpc
         self._when_safe = when_safe
         self._holder: int | None = None
-        self._held: list[tuple[Any, ...]] = []  # the arguments of `enter` of changes that wait
+        self._held: list[_Entry] = []  # changes that wait
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # The last pushes that have passed, by client and part.
         self._passed: dict[_Which, deque[Push]] = {}
@@ -57,12 +59,10 @@ class ChangeLock:
 
         Args: push: the push that the change is a part of; None for a change of one server.
         """
-        part = None
-        if push is not None:
-            part = source, push.number, push.part
+        part = None if push is None else (source, push.number, push.part)
         admitted = part in self._admitted
         if self._holder not in (None, source) and not admitted:
-            self._held.append((source, push, work, *args))
+            self._held.append((source, push, work, args))
             return
         self.passed(source, push)
         work(*args)
@@ -74,8 +74,7 @@ class ChangeLock:
         """Remember that a push has passed, on this server or on the primary that this server is the backup of."""
         if push is not None:
             which = (source, push.part)
-            last = self._passed.setdefault(which, deque(maxlen=REMEMBERED))
-            last.append(push)
+            self._passed.setdefault(which, deque(maxlen=REMEMBERED)).append(push)
 
     def lost(self, rank: int) -> None:
         """Release the lock if the dead `rank` holds it, and stop waiting for the rank's admitted parts."""
@@ -104,8 +103,8 @@ class ChangeLock:
     def _enter_again(self) -> None:
         held = self._held
         self._held = []
-        for change in held:
-            self.enter(*change)
+        for source, push, work, args in held:
+            self.enter(source, push, work, *args)
 
     def _answer_if_all_came(self) -> None:
         if self._admission is not None and not self._admitted:
@@ -162,9 +161,7 @@ def _hold_all(routes: Routes, held: list[int]) -> None:
         held.append(server)
         passed[server] = routes.rpc.call(server, HOLD).wait()
     missing = not_yet_everywhere(passed, routes.holder_of)
-    replies = []
-    for server, parts in missing.items():
-        replies.append(routes.rpc.call(server, ADMIT, parts))
+    replies = [routes.rpc.call(server, ADMIT, parts) for server, parts in missing.items()]
     for reply in replies:
         reply.wait()
 
@@ -176,7 +173,7 @@ def _release_all(routes: Routes, held: list[int]) -> None:
 
 def not_yet_everywhere(
     passed: Mapping[int, Mapping[_Which, Sequence[Push]]], holder: Callable[[int], int]
-) -> _Missing:
+) -> dict[int, set[_PartOfPush]]:
     """Return, for each server, the parts of pushes that it lacks although another server has made its own part.
 
     A part is (client, push number, server that the part is for or None). The set is empty for a server that lacks none.
@@ -186,7 +183,7 @@ def not_yet_everywhere(
             threads of a client send.
         holder: returns the living server that stands in for a server.
     """
-    missing: _Missing = {server: set() for server in passed}
+    missing: dict[int, set[_PartOfPush]] = {server: set() for server in passed}
     for of_clients in passed.values():
         for (client, some_part), pushes in of_clients.items():
             for push in pushes:

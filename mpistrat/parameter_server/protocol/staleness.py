@@ -23,7 +23,7 @@ class ServerClock:
         workers: the workers' ranks. A worker that has left or died holds no other worker back.
         ended: the clock calls it with the number of steps that the slowest worker has ended, before any worker may
             begin a step. If it returns an error, each worker's next request to begin gets this error, once.
-        when_safe: calls a function once the server's backup has made the changes of `ended`.
+        when_safe: calls a function with its arguments once the server's backup has made the changes of `ended`.
     """
 
     def __init__(
@@ -101,9 +101,7 @@ class WorkerClock:
         self._max_staleness = max_staleness
         self.combines = max_staleness == 0
         first = routes.servers[0]
-        self._servers = routes.servers
-        if not self.combines:
-            self._servers = routes.copies_of(first)
+        self._servers = routes.servers if self.combines else routes.copies_of(first)
         self.steps = 0
         self._slowest = 0  # steps of the slowest worker, when this worker last asked
         self._has_sent = False

@@ -104,11 +104,7 @@ class MappedTable:
 
     def rows(self, indices: Any) -> Array | None:
         """Return a copy of the rows at `indices`; None if writes disturbed three attempts, or one lasted 20 ms."""
-
-        def read() -> Array:
-            return self._array[indices]
-
-        return self._undisturbed(read)
+        return self._undisturbed(lambda: self._array[indices])
 
     def _undisturbed(self, read: Callable[[], T]) -> T | None:
         """Call `read` until no write has disturbed it, and return its result.

@@ -23,7 +23,6 @@ _SHORTEST_PAUSE = 50e-6
 _LONGEST_PAUSE = 1e-3
 _SECONDS_BETWEEN_LOOKS = 0.01  # between questions to MPI about dead ranks of other nodes
 
-_Received = tuple[int, Any]  # the sender and its message
 LOST: Final = "lost"  # `receive` gives this message once for a rank that has died
 
 
@@ -63,8 +62,7 @@ class Channel:
 
         from mpistrat.parameter_server.rpc.mpi_messages import MpiMessages
 
-        rank = comm.Get_rank()
-        self.rank = rank
+        self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.lost: set[int] = set()
         self._outlives_ranks = outlives_ranks
@@ -74,27 +72,24 @@ class Channel:
         self._full: dict[int, PipeOutbox] = {}  # by descriptor
         self._pidfds: dict[int, int] = {}  # by rank
         self._watched: dict[int, int] = {}  # ranks, by the pidfds that are polled
-        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank))
-        ranks_of_node = [rank]
-        if pipes:
-            ranks_of_node = node.allgather(rank)
+        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+        ranks_of_node = node.allgather(comm.rank) if pipes else [comm.rank]
         node.Free()
         self._poll = select.poll()
         self._poll.register(self._inbox.descriptor, select.POLLIN)
         addresses = comm.allgather(self._inbox.address)
         for peer in ranks_of_node:
-            address = addresses[peer]
             try:
-                self._pipes[peer] = PipeOutbox(address, rank)
+                self._pipes[peer] = PipeOutbox(addresses[peer], self.rank)
             except OSError:  # a container of its own, or a /proc that shows no other processes
                 continue
-            if peer != rank:
-                self._watch(peer, address.pid)
+            if peer != self.rank:
+                self._watch(peer, addresses[peer].pid)
         reached = comm.allgather({*self._pipes})  # waits until all ranks have opened pipes
         self._mpi = MpiMessages(comm)
         reached_by_all = set.intersection(*reached)
         reaches_all = len(self._pipes) == self.size
-        self._uses_mpi = not reaches_all or rank not in reached_by_all
+        self._uses_mpi = not reaches_all or self.rank not in reached_by_all
         self._looked = 0.0
 
     def _watch(self, peer: int, pid: int) -> None:
@@ -124,10 +119,7 @@ class Channel:
 
     def pid_of(self, rank: int) -> int | None:
         """Return the process id of `rank`; None if that rank is on another node or in another container."""
-        pipe = self._pipes.get(rank)
-        if pipe is None:
-            return None
-        return pipe.pid
+        return self._pipes[rank].pid if rank in self._pipes else None
 
     def shares_memory_with(self, rank: int) -> bool:
         """Whether this process can open the rank's files in /proc, and so map its memory. True for this rank, too."""
@@ -169,7 +161,7 @@ class Channel:
         with self._sending:
             self._pipes[self.rank].put(b"")
 
-    def receive(self, seconds: float = math.inf) -> list[_Received]:
+    def receive(self, seconds: float = math.inf) -> list[tuple[int, Any]]:
         """Wait for messages. Called by: one thread at a time.
 
         Args: seconds: the longest wait.
@@ -181,23 +173,20 @@ class Channel:
         while True:
             waited = time.monotonic() - begin
             left = max(0.0, seconds - waited)
-            longest = 0.0 if self._uses_mpi else left
-            found, woken = self._look(longest)
+            found, woken = self._look(0.0 if self._uses_mpi else left)
             if found or woken or not left:
                 return found
             if self._uses_mpi:
                 pause = min(waited * _PAUSE, _LONGEST_PAUSE)
                 time.sleep(min(left, max(_SHORTEST_PAUSE, pause)))
 
-    def _look(self, seconds: float) -> tuple[list[_Received], bool]:
+    def _look(self, seconds: float) -> tuple[list[tuple[int, Any]], bool]:
         """Wait at most `seconds` until a pipe has data or room, and read all messages that have arrived.
 
         Returns: (sender, message) pairs, also (rank, LOST) for each rank that has died now; and True if `receive` is to
             return even without a message, because a thread has called `wake` or a waiting message has gone out.
         """
-        timeout = None
-        if seconds != math.inf:
-            timeout = math.ceil(seconds * 1000)
+        timeout = None if seconds == math.inf else math.ceil(seconds * 1000)
         ready = {descriptor for descriptor, _ in self._poll.poll(timeout)}
         dead = self._exited(ready)
         # A dead rank may have written until its death, so the pipe is read until it is empty.
@@ -206,15 +195,14 @@ class Channel:
         with self._sending:
             woken = self._flush_pipes(ready) or len(found) < len(received)
             if self._uses_mpi:
-                for source, (data, buffers) in self._mpi.read():
-                    found.append((source, read_message(data, buffers)))
+                for source, message in self._mpi.read():
+                    found.append((source, read_message(*message)))
                 woken |= self._mpi.flush()
                 dead += self._failed_elsewhere()
             # Messages of dead ranks may still arrive.
-            lost = self.lost
-            found = [(sender, message) for sender, message in found if sender not in lost]
-            for rank in set(dead) - lost:
-                lost.add(rank)
+            found = [(sender, message) for sender, message in found if sender not in self.lost]
+            for rank in set(dead) - self.lost:
+                self.lost.add(rank)
                 found.append((rank, LOST))
                 self._inbox.forget(rank)
                 self._mpi.forget(rank)
@@ -232,13 +220,11 @@ class Channel:
 
     def _flush_pipes(self, ready: set[int]) -> bool:
         """Write waiting messages to pipes that have room again. Returns: whether a pipe has taken all its messages."""
-        full = self._full
         has_emptied = False
-        for descriptor in ready & full.keys():
-            pipe = full[descriptor]
-            if pipe.flush():
+        for descriptor in ready & self._full.keys():
+            if self._full[descriptor].flush():
                 self._poll.unregister(descriptor)
-                del full[descriptor]
+                del self._full[descriptor]
                 has_emptied = True
         return has_emptied
 

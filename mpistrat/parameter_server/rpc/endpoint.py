@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpistrat import errors
@@ -16,7 +17,6 @@ from mpistrat.errors import StallError, UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.rpc.channel import LOST, Channel, Unreadable
 
-_Text = Callable[[int], str]  # of a rank
 # The first item of each message.
 _NOTICE, _REQUEST, _REPLY = range(3)
 SECONDS_BEHIND_ANOTHER = 0.05  # a thread waits while another thread reads, before it checks again
@@ -91,10 +91,10 @@ class RpcEndpoint:
     def __init__(
         self,
         channel: Channel,
-        name_of: _Text = "rank {}".format,
+        name_of: Callable[[int], str] = "rank {}".format,
         stall_seconds: float = 0,
     ) -> None:
-        self.describe_death: _Text = lambda rank: f"{name_of(rank)} has died"
+        self.describe_death: Callable[[int], str] = lambda rank: f"{name_of(rank)} has died"
         self.channel = channel
         self.rank = channel.rank
         self.size = channel.size
@@ -122,7 +122,8 @@ class RpcEndpoint:
         """
         with self._registering:  # messages that another thread reads now are handled later
             self._handlers[method] = handler
-            _call_all((handler, early) for early in self._early.pop(method, ()))
+            early = self._early.pop(method, ())
+            _call_all(partial(handler, *arguments) for arguments in early)
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         """Have the thread that reads call `handler(rank)` once for each rank that dies."""
@@ -171,7 +172,7 @@ class RpcEndpoint:
                     # Another thread may have read the message before this thread began to read.
                     if not until():
                         received = self.channel.receive(left)
-                        _call_all((self._handle, message) for message in received)
+                        _call_all(partial(self._handle, *message) for message in received)
                 finally:
                     self._reading.release()
                     with self._news:
@@ -210,7 +211,7 @@ class RpcEndpoint:
                 if reply.to == source:
                     self._open.pop(ticket, None)
                     reply.resolve(self.death_error(source))
-            _call_all((handler, (source,)) for handler in self._when_lost)
+            _call_all(partial(handler, source) for handler in self._when_lost)
             return
         if isinstance(message, Unreadable):
             raise RuntimeError(
@@ -234,12 +235,12 @@ class RpcEndpoint:
         handler(*arguments)
 
 
-def _call_all(calls: Iterable[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-    """Make all calls, given as (function, arguments). Raises: the first error, after all calls."""
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Make all calls. Raises: the first error, after all calls."""
     errors: list[BaseException] = []
-    for function, args in calls:
+    for call in calls:
         try:
-            function(*args)
+            call()
         except BaseException as error:
             errors.append(error)
     without_errors(errors)
@@ -296,10 +297,9 @@ def attributed_error(error: BaseException, who: str) -> Exception:
     Returns: an error of the same class, if the class is built in or in `mpistrat.errors` and can be made from a text;
         otherwise a RuntimeError. Its text is `who`, then the class and the text of `error`.
     """
-    kind = type(error)
-    text = f"{who}: {kind.__name__}: {error}"
+    text = f"{who}: {type(error).__name__}: {error}"
     known = ("builtins", errors.__name__)
-    if issubclass(kind, Exception) and kind.__module__ in known:
+    if isinstance(error, Exception) and type(error).__module__ in known:
         with contextlib.suppress(TypeError):  # some classes take more than a text
-            return kind(text)
+            return type(error)(text)
     return RuntimeError(text)

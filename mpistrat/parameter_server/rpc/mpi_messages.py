@@ -21,7 +21,6 @@ HEAD = 1
 BUFFERS = 2
 
 
-_Sent = tuple[int, list[MPI.Request], Any]  # receiver, requests, and the memory that they send
 _Message = tuple[bytes, list[np.ndarray]]  # a pickle and its buffers
 
 
@@ -35,7 +34,8 @@ class MpiMessages:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._sent: deque[_Sent] = deque()
+        # Receiver, requests, and the memory that they send
+        self._sent: deque[tuple[int, list[MPI.Request], Any]] = deque()
         self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in the order of sending
         self._dropped: list[_Arriving] = []  # kept because MPI may still write to their buffers
         self._broken: set[int] = set()  # ranks that MPI has reported as dead
@@ -47,25 +47,19 @@ class MpiMessages:
         lengths = [len(data) for data in raw]
         first = pickle.dumps((head, lengths), protocol=5)
         with self._until_loss_of(to):
-            send = self._comm.Isend
-            requests = [send([first, MPI.BYTE], to, HEAD)]
-            for data in raw:
-                if len(data):
-                    requests.append(send([data, MPI.BYTE], to, BUFFERS))
+            requests = [self._comm.Isend([first, MPI.BYTE], to, HEAD)]
+            requests += [
+                self._comm.Isend([data, MPI.BYTE], to, BUFFERS) for data in raw if len(data)
+            ]
             self._sent.append((to, requests, (first, raw)))
         self.flush()
 
     def flush(self) -> bool:
         """Free the buffers of messages that MPI has sent. Returns: whether it has sent any since the last call."""
+        before = len(self._sent)
         self._dropped = [message for message in self._dropped if not _all_done(message.requests)]
-        left: deque[_Sent] = deque()
-        for message in self._sent:
-            _, requests, _ = message
-            if not _all_done(requests):
-                left.append(message)
-        has_sent = len(left) < len(self._sent)
-        self._sent = left
-        return has_sent
+        self._sent = deque(entry for entry in self._sent if not _all_done(entry[1]))
+        return len(self._sent) < before
 
     def is_sending(self, to: int) -> bool:
         """Whether MPI is still sending a message to the rank `to`."""
@@ -158,12 +152,11 @@ class _Arriving:
         buffers = [np.empty(length, np.uint8) for length in lengths]
         self.message = (head, buffers)
         self._has_head = True
-        requests = []
-        for buffer in buffers:
-            if len(buffer):
-                request = self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
-                requests.append(request)
-        self.requests = requests
+        self.requests = [
+            self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
+            for buffer in buffers
+            if len(buffer)
+        ]
         return self.has_come()
 
 

@@ -53,8 +53,7 @@ class PipeInbox:
         with contextlib.suppress(OSError):
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
         # The writing end stays open, because the other processes open it through this process.
-        inode = os.fstat(writer).st_ino
-        self.address = PipeAddress(os.getpid(), writer, inode)
+        self.address = PipeAddress(os.getpid(), writer, os.fstat(writer).st_ino)
         for end in (self.descriptor, writer):
             weakref.finalize(self, os.close, end).atexit = False
         self._rest = b""
@@ -111,8 +110,7 @@ class PipeOutbox:
 
     def __init__(self, address: PipeAddress, writer: int) -> None:
         path = f"/proc/{address.pid}/fd/{address.descriptor}"
-        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        self.descriptor = os.open(path, flags)
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self.descriptor).st_ino != address.inode:
             os.close(self.descriptor)
             raise OSError(f"process {address.pid} is another one here, in another container")
@@ -140,14 +138,13 @@ class PipeOutbox:
 
         Returns: whether no piece is left; True also if the reader has died, and then the pieces are dropped.
         """
-        unwritten = self._unwritten
-        while unwritten:
+        while self._unwritten:
             try:
-                os.write(self.descriptor, unwritten[0])
+                os.write(self.descriptor, self._unwritten[0])
             except BlockingIOError:
                 return False
             except BrokenPipeError:  # the reader has died; `Channel` notices that
-                unwritten.clear()
+                self._unwritten.clear()
                 return True
-            unwritten.popleft()
+            self._unwritten.popleft()
         return True

@@ -70,12 +70,12 @@ class Segments:
         if nbytes >= _SLAB // 4:
             return _region_of_file(nbytes)
         room = whole_lines(max(nbytes, 1))
-        rest = self._rest
-        if room > len(rest.memory):
-            rest = _region_of_file(_SLAB)
-        left = len(rest.memory) - room
-        self._rest = rest.part(room, left)
-        return rest.part(0, nbytes)
+        if room > len(self._rest.memory):
+            self._rest = _region_of_file(_SLAB)
+        region = self._rest.part(0, nbytes)
+        left = len(self._rest.memory) - room
+        self._rest = self._rest.part(room, left)
+        return region
 
 
 def _region_of_file(nbytes: int) -> SharedRegion:
@@ -125,9 +125,7 @@ class Buffers:
         size = max(_PAGE, 1 << (nbytes - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
-            if free:
-                return free.pop()
-            return self._segments.make(size)
+            return free.pop() if free else self._segments.make(size)
 
     def give_back(self, region: SharedRegion | None) -> None:
         """Recycle a region that no process uses any more. None does nothing."""
@@ -163,8 +161,4 @@ class Mappings:
 
     def forget(self, pid: int | None) -> None:
         """Unmap the regions of a process that has died; do nothing for None."""
-        left = {}
-        for key, memory in self._files.items():
-            if key[0] != pid:
-                left[key] = memory
-        self._files = left
+        self._files = {key: memory for key, memory in self._files.items() if key[0] != pid}

@@ -19,7 +19,6 @@ from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.messages import (
     NewArray,
-    PackedTensor,
     Updates,
     inline,
     pack,
@@ -36,7 +35,6 @@ CHANGE = "change of a backup"
 CHANGED = "changed backup"
 ABANDON = "abandon backup"
 
-_Names = dict[int, str]  # of arrays, by key
 _Call = tuple[Callable[..., None], tuple[Any, ...]]  # a function and its arguments
 
 
@@ -73,7 +71,7 @@ class Backup:
         self._rank = rank
         self._shares_memory = rank is not None and rpc.channel.shares_memory_with(rank)
         self._buffers = Buffers()
-        self._names: _Names = {}  # names of the arrays that the backup has, by key
+        self._names: dict[int, str] = {}  # names of the arrays that the backup has, by key
         self._forwarded: deque[Forwarded] = deque()
         self._count = 0
         rpc.handle(CHANGED, self._changed)
@@ -93,9 +91,8 @@ class Backup:
         """
         forwarded = Forwarded(self._count + 1, region)
         if self._rank is not None:
-            number = forwarded.number
-            self._rpc.notify(self._rank, CHANGE, (number, method, source, body))
-            self._count = number  # after `notify`, which may fail
+            self._rpc.notify(self._rank, CHANGE, (forwarded.number, method, source, body))
+            self._count = forwarded.number  # after `notify`, which may fail
             self._forwarded.append(forwarded)
         return forwarded
 
@@ -107,9 +104,7 @@ class Backup:
         """
         if self._rank is None:
             return
-        value: PackedTensor = table.shared
-        if not self._shares_memory:
-            value = inline(table.array)
+        value = table.shared if self._shares_memory else inline(table.array)
         self.forward(messages.CREATE, source, new._replace(value=value))
         self._names[new.key] = new.name
 
@@ -201,8 +196,8 @@ class BackupCopies:
         self.copies = store.sibling()
         self._is_over = False  # whether this server has taken over
         self.primary: int | None = None
-        self.names: _Names = {}
-        self.given_up: _Names = {}
+        self.names: dict[int, str] = {}
+        self.given_up: dict[int, str] = {}
         self._changes: dict[str, Callable[[int, Any], None]] = {
             messages.CREATE: self._create,
             messages.UPDATE: self._update,

@@ -82,20 +82,16 @@ class Rounds:
             return None
         who_ended = {number: self._clock.who_ended(number) for number in rounds}
         failed = self._optimizers.end_rounds(before, who_ended.__getitem__)
-        change = before, who_ended
-        forwarded = self._backup.forward(messages.END_ROUNDS, self._rpc.rank, change)
+        forwarded = self._backup.forward(messages.END_ROUNDS, self._rpc.rank, (before, who_ended))
         forwarded.failed = bool(failed)
         if not failed:
             return None
         name, error = failed[0]
         more = len(failed) - 1
-        others = ""
-        if more:
-            others = f" (nor those of {more} more arrays)"
+        others = f" (nor those of {more} more arrays)" if more else ""
         portable = portable_error(error)
-        reason = portable.args[0]
         return type(portable)(
-            f"the step of {name!r} by all workers' gradients could not be made{others}: {reason}"
+            f"the step of {name!r} by all workers' gradients could not be made{others}: {portable.args[0]}"
         )
 
 
@@ -222,8 +218,7 @@ class ParameterServer:
         """Reply with an array's name, spec and handle, once the creator has made the array."""
         key = request.body
         if self.store.has(key):
-            table = self.store.table(key)
-            self._announcements.announce(key, _description(table))
+            self._announcements.announce(key, _description(self.store.table(key)))
         self._announcements.answer(request)
 
     def _update(self, request: Request) -> None:

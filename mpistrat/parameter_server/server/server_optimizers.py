@@ -68,29 +68,22 @@ class OptimizerDefinition:
     def make(self, parameter: Tensor) -> Optimizer:
         how = {**_HOW, "fused": parameter.dtype in _FUSED}
         known = _keywords_of(self.cls)
-        keywords = dict(self.keywords)
-        for name, value in how.items():
-            if name in known:
-                keywords[name] = value
+        chosen = {name: how[name] for name in how.keys() & known}
         make: Callable[..., Optimizer] = self.cls
-        return make([parameter], **keywords)
+        return make([parameter], **{**self.keywords, **chosen})
 
 
 def _keywords_of(cls: type[Optimizer]) -> set[str]:
     """Return the names of the constructor's arguments, without the parameters, `*args` and `**kwargs`."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    signature = inspect.signature(cls)
-    parameters = list(signature.parameters.values())
-    return {p.name for p in parameters[1:] if p.kind not in several}
+    parameters = list(inspect.signature(cls).parameters.values())[1:]
+    return {p.name for p in parameters if p.kind not in several}
 
 
-def hyperparameters(group: Hyperparameters) -> dict[str, Any]:
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a param group without its parameters and their names. Tensors become plain numbers."""
-    numbers = {}
-    for name, value in group.items():
-        if name not in ("params", "param_names"):
-            numbers[name] = _plain(value)
-    return numbers
+    skipped = ("params", "param_names")
+    return {name: _plain(value) for name, value in group.items() if name not in skipped}
 
 
 def _plain(value: Any) -> Any:
@@ -194,25 +187,18 @@ class ServerOptimizer:
 
     def _step_rows(self, slices: IndexedSlices) -> None:
         values = _tensor(slices.values)
-        indices = np.asarray(slices.indices)
-        index = torch.from_numpy(indices.astype(np.int64))
+        index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
         # Each index once, in ascending order, with the sum of its rows
         index, inverse = torch.unique(index, return_inverse=True)
-        shape = (len(index), *values.shape[1:])
-        gradient = values.new_zeros(shape)
+        gradient = values.new_zeros((len(index), *values.shape[1:]))
         gradient.index_add_(0, inverse, values)
         rows = self._whole.index_select(0, index)
-        before = {}
-        for name, value in self._state.items():
-            if _has_shape(value, self._whole):
-                before[name] = value.index_select(0, index)
-            else:
-                before[name] = value
-        state = self._take(rows, gradient, before)
-        by_row = {}
-        for name, value in state.items():
-            if _has_shape(value, rows):
-                by_row[name] = value
+        state = {
+            name: value.index_select(0, index) if _has_shape(value, self._whole) else value
+            for name, value in self._state.items()
+        }
+        state = self._take(rows, gradient, state)
+        by_row = {name: value for name, value in state.items() if _has_shape(value, rows)}
         new = by_row.keys() - self._state.keys()
         for name, fill in self._initial(new).items():
             self._state[name] = self._full(fill)
@@ -245,21 +231,17 @@ class ServerOptimizer:
         """
         if not names:
             return {}
-        shape = (1, *self._whole.shape[1:])
-        row = self._whole.new_zeros(shape)
-        gradient = torch.zeros_like(row)
-        state = self._take(row, gradient, {})
+        row = self._whole.new_zeros((1, *self._whole.shape[1:]))
+        state = self._take(row, torch.zeros_like(row), {})
         return {name: state[name] for name in names}
 
     def _full(self, row: Tensor) -> Tensor:
-        shape = self._whole.shape
         if row.any():
-            return row.expand(shape).clone()
+            return row.expand(self._whole.shape).clone()
         # Pages of NumPy's zeros take no memory until a step writes them.
         nbytes = self._whole.numel() * row.element_size()
         zeros = np.zeros(nbytes, np.uint8)
-        numbers = torch.from_numpy(zeros).view(row.dtype)
-        return numbers.view(shape)
+        return torch.from_numpy(zeros).view(row.dtype).view(self._whole.shape)
 
     def state_dict(self) -> State:
         """Return the state, by name; {} before the first step.
@@ -317,18 +299,15 @@ def join_states(states: Sequence[State]) -> State:
 
     Raises: ValueError if the shards' states have different names.
     """
-    different = {frozenset(state) for state in states}
-    if len(different) > 1:
-        names = [sorted(state) for state in states]
-        raise ValueError(f"the shards' optimizers have different state: {names}")
+    if len({frozenset(state) for state in states}) > 1:
+        raise ValueError(
+            f"the shards' optimizers have different state: {[sorted(state) for state in states]}"
+        )
     ahead = max(states, key=lambda state: float(state.get("step", 0)))
-    joined = {}
-    for name, value in ahead.items():
-        if _is_split(value):
-            joined[name] = np.concatenate([state[name] for state in states])
-        else:
-            joined[name] = value
-    return joined
+    return {
+        name: np.concatenate([state[name] for state in states]) if _is_split(value) else value
+        for name, value in ahead.items()
+    }
 
 
 def split_state(state: State, rows: Sequence[int]) -> list[State]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,16 +63,13 @@ class ServerOptimizers:
             return
         optimizer.check(gradient)  # now, so that this worker gets the error
         of_round = self.pending.setdefault(step.round, {})
-        time = 0  # a worker may step several times in a round
-        while True:
-            which = step.optimizer, key, time
-            pending = of_round.setdefault(which, _Pending(table, {}, {}))
+        for time in itertools.count():  # a worker may step several times in a round
+            pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
             if worker not in pending.gradients:
-                break
-            time += 1
-        _check_alike(gradient, pending)
-        pending.gradients[worker] = _copied(gradient)
-        pending.steps[worker] = step
+                _check_alike(gradient, pending)
+                pending.gradients[worker] = _copied(gradient)
+                pending.steps[worker] = step
+                return
 
     def pending_rounds(self, before: int) -> list[int]:
         """Return the numbers below `before` of rounds with gradients, ascending."""
@@ -90,14 +88,12 @@ class ServerOptimizers:
         failed = []
         for number in self.pending_rounds(before):
             of_round = self.pending.pop(number)
-            for which in sorted(of_round, key=lambda which: which[2]):
-                pending = of_round[which]
+            in_order = sorted(of_round.items(), key=lambda item: item[0][2])  # by time
+            for (optimizer, key, _), pending in in_order:
                 try:
                     combined = _combined(pending, who_ended(number))
-                    optimizer, key, _ = which
                     with pending.table.writing():
-                        hyperparameters = pending.first.hyperparameters
-                        self.of(optimizer, key).step(combined, hyperparameters)
+                        self.of(optimizer, key).step(combined, pending.first.hyperparameters)
                 except Exception as error:  # an optimizer may raise any error
                     failed.append((pending.table.name, error))
         return failed
@@ -105,21 +101,17 @@ class ServerOptimizers:
     def forget(self, worker: int, ended: int) -> None:
         """Drop a worker's gradients of the rounds from number `ended` on: it has died, or its step has failed."""
         for number, of_round in self.pending.items():
-            if number < ended:
-                continue
-            left = {}
-            for which, pending in of_round.items():
-                pending.gradients.pop(worker, None)
-                if pending.gradients:
-                    left[which] = pending
-            self.pending[number] = left
+            if number >= ended:
+                for pending in of_round.values():
+                    pending.gradients.pop(worker, None)
+                left = {key: pending for key, pending in of_round.items() if pending.gradients}
+                self.pending[number] = left
 
     def adopt(self, other: ServerOptimizers) -> None:
         """Add all optimizers and gradients of `other`, which are for other arrays."""
         self.by_key.update(other.by_key)
         for number, of_round in other.pending.items():
-            ours = self.pending.setdefault(number, {})
-            ours.update(of_round)
+            self.pending.setdefault(number, {}).update(of_round)
 
     def of(self, optimizer: int, key: int) -> server_optimizers.ServerOptimizer:
         try:
@@ -154,9 +146,7 @@ def _check_alike(gradient: Any, pending: _Pending) -> None:
 
 def _copied(gradient: Any) -> Any:
     if isinstance(gradient, IndexedSlices):
-        values = arrays.copy(gradient.values)
-        indices = arrays.copy(gradient.indices)
-        return IndexedSlices(values, indices)
+        return IndexedSlices(arrays.copy(gradient.values), arrays.copy(gradient.indices))
     return arrays.copy(gradient)
 
 
@@ -247,18 +237,14 @@ class Store:
         """
         session = session_of(client)
         self.idempotency.settle(session, updates.settled)
-        outcomes = []
-        for update in updates.updates:
-            outcome = outcome_of(self._update, update, client)
-            outcomes.append(outcome)
+        outcomes = [outcome_of(self._update, update, client) for update in updates.updates]
         return without_errors(outcomes)
 
     def _update(self, update: Update, client: int) -> InlineTensor | None:
         table = self.table(update.key)
 
         def make() -> InlineTensor | None:
-            unpacked = [unpack(packed, self.mappings) for packed in update.operand]
-            operand, *values = unpacked
+            operand, *values = [unpack(packed, self.mappings) for packed in update.operand]
             if values:
                 operand = IndexedSlices(values[0], operand)
             method = update.method
@@ -295,9 +281,8 @@ class Store:
         made = self.optimizers.by_key
         for key, shard in arrays:
             table = self.table(key)
-            which = optimizer, key
-            if which not in made:
-                made[which] = ServerOptimizer(table.array, definition, shard=shard)
+            if (optimizer, key) not in made:
+                made[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
 
     def optimizer_state(self, optimizer: int, key: int) -> Any:
         self.has(key)

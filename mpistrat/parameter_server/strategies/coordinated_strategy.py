@@ -90,8 +90,7 @@ class ObjectReferences:
             return self._strategy.extended.torch_references().resolve(key[1])
         if key not in self._made:
             _, name, addresses, how = key
-            variable = variable_of(self._strategy, self._job, name, addresses, how)
-            self._made[key] = variable
+            self._made[key] = variable_of(self._strategy, self._job, name, addresses, how)
         return self._made[key]
 
 

@@ -220,9 +220,7 @@ def with_servers(
         from mpistrat.parameter_server.modules.scheduled_modules import ChiefReferences
 
         made = modules.get()
-        if owns:
-            return ChiefReferences(strategy, made)
-        return made
+        return ChiefReferences(strategy, made) if owns else made
 
     def paused() -> contextlib.AbstractContextManager[None]:
         coordinator: Any = getattr(extended.cluster, "coordinator", None)

@@ -116,8 +116,7 @@ class BetweenGraphStrategy(Strategy):
         devices = joining.devices_of_worker(devices, num_gpus_per_worker)
         arguments = StrategyArguments(gradients=gradients)
         joining.check_arguments(variable_partitioner, replication)
-        is_number = type(max_staleness) is int and max_staleness >= 0
-        if max_staleness is not None and not is_number:
+        if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
             raise ValueError(
                 "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
                 f"{max_staleness!r:.60}"
