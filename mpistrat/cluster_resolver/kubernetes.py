@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -100,7 +99,7 @@ class KubernetesClusterResolver(ListedTasksResolver):
             _explain(error, selector)
             raise
         addresses = []
-        for pod in sorted(pods, key=operator.attrgetter("metadata.name")):
+        for pod in sorted(pods, key=lambda pod: pod.metadata.name):
             if pod.status.phase != "Running":
                 raise RuntimeError(
                     f"the pod {pod.metadata.name!r} ({selector!r:.80}) is not running, its phase is "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.roles.task_claims import resolver_of_trainers
@@ -102,11 +101,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         topology = over_mpi.topology()
         name = type(self).__name__
         communicator = communicator_of(over_mpi, check, name)
+
+        def gather(value: Any) -> list[Any]:
+            return communicator.all_gather_object(value, label=f"constructor of {name}")
+
         named = resolver_of_trainers(
-            topology,
-            functools.partial(communicator.all_gather_object, label=f"constructor of {name}"),
-            cluster_resolver,
-            asks_tf_config=comm is None,
+            topology, gather, cluster_resolver, asks_tf_config=comm is None
         )
         group = strategy_parts.agree(
             name, topology, communicator, checked, asked, comm=lambda: over_mpi.comm

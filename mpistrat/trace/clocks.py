@@ -6,7 +6,6 @@ start, and runs faster or slower by some 10 us in a second, because crystals dif
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,7 +53,7 @@ def compare(ask: _Clock, now: _Clock) -> Comparison:
         middle = sent + (received - sent) // 2
         error = (received - sent + 1) // 2
         comparisons.append(Comparison(middle, reading - middle, error))
-    return min(comparisons, key=operator.attrgetter("error"))
+    return min(comparisons, key=lambda comparison: comparison.error)
 
 
 def compare_with(comm: MPI.Intracomm, rank: int, now: _Clock) -> Comparison:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -54,7 +53,7 @@ class VariableStore(abc.ABC):
         Returns: a device, a tuple of devices, or a variable to keep the state beside; by default the variable with the
             alphabetically first name.
         """
-        return min(variables, key=operator.attrgetter("name"))
+        return min(variables, key=lambda variable: variable.name)
 
     def colocated(self, variable: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context in which new variables are placed on the servers of `variable`. By default it does nothing.

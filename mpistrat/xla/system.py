@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -109,7 +108,10 @@ def start_system(
     if asked == "TPU" and not xla.is_started():
         # PJRT needs variables for the number of processes, their addresses, and the chips of this process.
         resolver = resolver or TPUClusterResolver()
-        gather = functools.partial(communicator.all_gather_object, label="TPU slices")
+
+        def gather(value: Any) -> list[Any]:
+            return communicator.all_gather_object(value, label="TPU slices")
+
         slices = slices_of_ranks(resolver.slice, gather)
         if slices:  # empty for TPUClusterResolver("local"): PJRT finds this host's chips itself
             set_pjrt_environment(pjrt_environment(topology, slices))

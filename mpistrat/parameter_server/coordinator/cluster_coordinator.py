@@ -218,10 +218,16 @@ class ClusterCoordinator:
             payload, resources = self._resources.pack((fn, args, kwargs))
         except Exception as error:
             values = {f"function {name}": fn}
-            values |= {f"argument {i} of {name}": value for i, value in enumerate(args)}
-            values |= {f"argument {key!r} of {name}": value for key, value in kwargs.items()}
+            for i, value in enumerate(args):
+                values[f"argument {i} of {name}"] = value
+            for key, value in kwargs.items():
+                values[f"argument {key!r} of {name}"] = value
             raise_explained(values, self._resources.pack, error)
-        unpack = functools.partial(loads, resolve=self._cluster.references.resolve)
+        resolve = self._cluster.references.resolve
+
+        def unpack(packed: bytes) -> Any:
+            return loads(packed, resolve)
+
         result = RemoteValue(self._queue.changed, unpack, name)
         self._queue.put(Closure(name, payload, resources, result, internal))
         self._dispatcher.hand_out()

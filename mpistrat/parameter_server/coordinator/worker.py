@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import functools
 import random
 import sys
 import threading
@@ -117,7 +116,10 @@ class Worker:
                 function, args, kwargs = loads(payload, self._resources.resolve)
                 begin()
                 value = function(*args, **kwargs)
-                pack = functools.partial(dumps, reference_of=reference_of)
+
+                def pack(part: Any) -> bytes:
+                    return dumps(part, reference_of)
+
                 try:
                     packed = NONE if value is None else pack(value)
                     return closure, packed, None

@@ -97,7 +97,8 @@ def _agreed_replication(
         raise CollectiveMismatchError(
             f"the ranks make different strategies, by rank: {[*strategies]}"
         )
-    clients = (*roles.ranks.get("chief", ()), *roles.ranks["worker"])
+    chief = roles.ranks.get("chief", ())
+    clients = (*chief, *roles.ranks["worker"])
     numbers = {replicas[rank] for rank in clients}
     if len(numbers) > 1:
         by_rank = ", ".join(f"{replicas[rank]} on rank {rank}" for rank in clients)

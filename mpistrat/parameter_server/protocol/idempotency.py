@@ -93,14 +93,15 @@ class UpdateNumbers:
 
 
 _Outcome = InlineTensor | Exception | None
+_Update = tuple[int, int]  # array, number
 
 
 class IdempotencyCache:
     """Remembers the outcomes of numbered updates on a server: values or errors."""
 
     def __init__(self) -> None:
-        # By closure or session, then by array and number.
-        self._outcomes: dict[int, dict[tuple[int, int], _Outcome]] = {}
+        # By closure or session, then by update.
+        self._outcomes: dict[int, dict[_Update, _Outcome]] = {}
         self._over_before = 0  # the id before which all closures have ended
 
     def __len__(self) -> int:

@@ -110,7 +110,8 @@ class PipeOutbox:
 
     def __init__(self, address: PipeAddress, writer: int) -> None:
         path = f"/proc/{address.pid}/fd/{address.descriptor}"
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        self.descriptor = os.open(path, flags)
         if os.fstat(self.descriptor).st_ino != address.inode:
             os.close(self.descriptor)
             raise OSError(f"process {address.pid} is another one here, in another container")

@@ -91,7 +91,8 @@ class Backup:
         """
         forwarded = Forwarded(self._count + 1, region)
         if self._rank is not None:
-            self._rpc.notify(self._rank, CHANGE, (forwarded.number, method, source, body))
+            change = forwarded.number, method, source, body
+            self._rpc.notify(self._rank, CHANGE, change)
             self._count = forwarded.number  # after `notify`, which may fail
             self._forwarded.append(forwarded)
         return forwarded

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.server import server_optimizers
 
 
+_Optimizer = tuple[int, int]  # optimizer number, array key
+_Step = tuple[
+    int, int, int
+]  # optimizer number, array key, number of the worker's earlier steps in the round
+
+
 class ServerOptimizers:
     """The optimizers of a server's arrays, and the gradients that wait until their round (a step of all workers) ends.
 
@@ -42,8 +48,8 @@ class ServerOptimizers:
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[tuple[int, int], server_optimizers.ServerOptimizer] = {}
-        self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
+        self.by_key: dict[_Optimizer, server_optimizers.ServerOptimizer] = {}
+        self.pending: dict[int, dict[_Step, _Pending]] = {}
 
     def step(
         self, key: int, table: Table, step: GradientMethod, gradient: Any, worker: int

@@ -7,10 +7,9 @@ that is there anyway, at last at the end of the program. The ranks send more onl
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -160,7 +159,9 @@ class Watch:
             self._find(len(self._unproved.steps), raises=False)  # the checkpoint is to be written
 
     def _find(self, count: int, raises: bool = True) -> None:
-        gather = functools.partial(self._communicator.all_gather_object, label="samples of ranks")
+        def gather(value: Any) -> list[Any]:
+            return self._communicator.all_gather_object(value, label="samples of ranks")
+
         error = self._unproved.find(count, gather)
         if error is None:
             return

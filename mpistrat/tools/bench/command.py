@@ -8,7 +8,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
 from mpistrat.machine.devices import check_device
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
@@ -125,7 +124,10 @@ def _sweep(arguments: argparse.Namespace) -> Report:
     bytes_of_rows = [row["bytes"] for row in rows]
     times = {"median": [row["p50"] for row in rows]}
     limit = [row["limit"] for row in rows]
-    draw = partial(pictures.over_sizes, name, bytes_of_rows, times, limit)
+
+    def draw(path: str, taken_on: str) -> None:
+        pictures.over_sizes(name, bytes_of_rows, times, limit, path, taken_on)
+
     return Report(
         "sweep",
         where,
@@ -141,12 +143,16 @@ def _train(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import training
 
     row, where = training.train(arguments, device_named(arguments.device))
+
+    def draw(path: str, taken_on: str) -> None:
+        pictures.training(row, path, taken_on)
+
     return Report(
         "training",
         where,
         [row],
         training.lines(row, where),
-        draw=partial(pictures.training, row),
+        draw=draw,
         wrong=bool(training.wrong(row)),
     )
 
@@ -165,7 +171,10 @@ def _input(arguments: argparse.Namespace) -> Report:
         for row in rows:
             samples[f"{row['DataLoader']}, {row['workers per rank']} workers"] = row["samples"]
     title = f"input, {arguments.what}"
-    draw = partial(pictures.side_by_side, title, "us per epoch", samples)
+
+    def draw(path: str, taken_on: str) -> None:
+        pictures.side_by_side(title, "us per epoch", samples, path, taken_on)
+
     return table_report(title, rows, surroundings(all_ranks()), draw=draw)
 
 
@@ -187,7 +196,10 @@ def _compare_train(arguments: argparse.Namespace) -> Report:
     rows = comparison.compare_training(contestants, arguments.rounds, device)
     title = f"training step of {arguments.model}, {work.examples} examples per rank"
     samples = {row["training step"]: row["samples"] for row in rows}
-    draw = partial(pictures.side_by_side, title, "ms per step", samples)
+
+    def draw(path: str, taken_on: str) -> None:
+        pictures.side_by_side(title, "ms per step", samples, path, taken_on)
+
     return table_report(title, rows, surroundings(all_ranks(), device), left_out, draw)
 
 
@@ -200,7 +212,10 @@ def _compare_all_reduce(arguments: argparse.Namespace) -> Report:
     times = [medians(row["samples"]) for row in rows]
     columns = {name: [row[name] for row in times] for name in times[0]}
     limit = columns.pop(comparison.COPY)
-    draw = partial(pictures.over_sizes, "all_reduce", nbytes, columns, limit)
+
+    def draw(path: str, taken_on: str) -> None:
+        pictures.over_sizes("all_reduce", nbytes, columns, limit, path, taken_on)
+
     return table_report("all_reduce", rows, surroundings(all_ranks(), device), left_out, draw)
 
 

@@ -121,7 +121,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> str:
-    return between.join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    return between.join(padded)
 
 
 def distance_in_words(where: Row) -> list[str]:

@@ -90,9 +90,12 @@ def train(arguments: argparse.Namespace, device: Device) -> tuple[Row, Row]:
     of_ranks = np.stack(communicator.all_gather(here))
     by_part = dict(zip(times, of_ranks.swapaxes(0, 1), strict=True))  # arrays [rank, step]
     # A step takes as long as the slowest rank's step.
-    slowest = {part: values.max(axis=0).tolist() for part, values in by_part.items()}
+    slowest = {}
+    samples = {}
+    for part, values in by_part.items():
+        slowest[part] = values.max(axis=0).tolist()
+        samples[f"{part}_ms"] = values.round(4).tolist()
     p50 = medians(slowest)
-    samples = {f"{part}_ms": values.round(4).tolist() for part, values in by_part.items()}
     step_ms = p50["step"]
     compute = np.median(by_part["compute"], axis=1)
     efficiency, refused = efficiency_of(p50["compute"], step_ms, where)

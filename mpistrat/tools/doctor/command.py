@@ -69,7 +69,8 @@ def run(in_json: bool) -> int:
                 "It did not end well",
             )
         )
-    text = to_json(findings, job) if in_json else as_text(findings, len(job.nodes()))
+    nodes = len(job.nodes())
+    text = to_json(findings, job) if in_json else as_text(findings, nodes)
     sys.stdout.write(text + "\n")  # one write, for launchers mix the lines of several writes
     sys.stdout.flush()
     return int(PROBLEM in {finding.level for finding in findings})

@@ -147,7 +147,9 @@ def check(job: Job) -> Findings:
     if links is None or not links.rates:
         return
     names = list(job.nodes())
-    rates = {(int(a), int(b)): rate for a, b, rate in links.rates}
+    rates: _Rates = {}
+    for a, b, rate in links.rates:
+        rates[int(a), int(b)] = rate
     slow = slower_than_others(rates)
     yield from _named(slow, rates, names)
     fast = [rate for pair, rate in rates.items() if pair not in slow]

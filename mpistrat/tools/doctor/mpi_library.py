@@ -193,7 +193,8 @@ def _fixes_of_mismatch(launch: Launch, library: Library) -> Iterator[str]:
             yield f"start with {command} inside sbatch or salloc"
     elif command and os.path.realpath(command) != os.path.realpath(launch.mpirun):
         yield f"start with the library's own launcher, {command}"
-    if other and os.path.realpath(other) != os.path.realpath(library.path):
+    loaded = os.path.realpath(library.path)
+    if other and os.path.realpath(other) != loaded:
         if rule_of(library) in (search.ENVIRONMENT, search.USER):
             yield f"pip uninstall {_wheel(library)}: its library shadows the library of {launch.mpirun}"
         yield f"load the library of {launch.mpirun}: MPI4PY_LIBMPI={other}"
@@ -332,7 +333,8 @@ def _in_the_same_folder(file: str, patterns: Iterable[str], access: int) -> str:
     they may hold several MPIs.
     Args: patterns: relative to the installation.   access: the permission that the file must have, as in `os.access`.
     """
-    prefix = os.path.dirname(os.path.dirname(os.path.realpath(file)))
+    folder = os.path.dirname(os.path.realpath(file))
+    prefix = os.path.dirname(folder)
     if not file or prefix in ("/", "/usr"):
         return ""
     for pattern in patterns:

@@ -37,7 +37,8 @@ def _judged(asked: Namespace) -> tuple[Verdict, list[str]]:
     reference = start(asked, 1)
     kinds = []
     batches = [len(rank.steps[0].examples) for rank in reference + ranks]
-    if asked.by_run and not asked.against and batches[0] != sum(batches[1:]):
+    is_split = batches[0] == sum(batches[1:])
+    if asked.by_run and not asked.against and not is_split:
         kinds = ["gloo"]
         reference = start(asked, asked.n, "gloo")
     control = start(asked, len(reference), "shaken", *kinds)[0]
