@@ -41,9 +41,7 @@ MPI_ALONE = "MPI"
 _TAG = 2
 
 _Requests = Sequence[MPI.Request]
-_Arrival = tuple[
-    _Requests, list[np.ndarray], slice
-]  # requests, parts and the piece that they are of
+_Arrival = tuple[_Requests, list[np.ndarray], slice]  # the last is the piece of the buffer
 
 
 class PipelinedTransport(Transport):
