@@ -48,7 +48,7 @@ def main() -> None:
 
         for sender in (0, 1):
             sends = world.rank == sender
-            buffer = array(values + 1 if sends else 0 * values)
+            buffer = array(values + 1 if sends else 0 * values)  # zeros where they are received
             wait()
             if sends:
                 world.Send(memory(buffer), 1 - sender)
