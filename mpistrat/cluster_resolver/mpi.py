@@ -223,14 +223,15 @@ def import_mpi() -> tuple[Any, list[str]]:
 
 def _initialize(mpi: Any, claim: launcher.LauncherClaim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
-    level = rc.thread_level.upper() if rc.threads else "SINGLE"
+    level_name = rc.thread_level.upper() if rc.threads else "SINGLE"
+    level = getattr(mpi, f"THREAD_{level_name}")
     rank = None if claim is None else claim.rank
     size = 1 if claim is None else claim.size
     rank_end.begin()  # the launcher's variables may have been missing when mpistrat was imported
     with init_deadline(rank=rank, size=size), warnings.catch_warnings():
         # mpi4py guesses a mismatch from PMI_SIZE; check_world finds it for certain
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
-        mpi.Init_thread(getattr(mpi, f"THREAD_{level}"))
+        mpi.Init_thread(level)
 
 
 def _check_comm(mpi: Any, comm: Any) -> None:
