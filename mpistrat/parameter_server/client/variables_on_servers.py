@@ -241,7 +241,7 @@ class VariablesOnServers(VariableStore):
             first += rows
         return addresses
 
-    def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
+    def _sizes(self, shape: _Shape, dtype: Any, name: str) -> list[int]:
         """Return the number of rows of each part; [] for a variable that is not split.
 
         Raises: ValueError if the partitioner splits another axis than the first, or returns no list of ints.

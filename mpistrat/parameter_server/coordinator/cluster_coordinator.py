@@ -192,7 +192,7 @@ class ClusterCoordinator:
     def end(self) -> None:
         """Stop scheduling. Unfinished functions fail with UnavailableError, and later calls of `schedule` raise it.
 
-        The error of a function that `join` has not raised is not raised here: a message on stderr tells it.
+        An error of a function that neither `join` nor `schedule` has raised is only printed, on stderr.
 
         Called by: the strategy's `shutdown`.
 

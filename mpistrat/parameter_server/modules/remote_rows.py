@@ -120,7 +120,7 @@ def _refuse_rows(module: Module) -> None:
             )
 
 
-def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _look_up(func: _Operation, args: Any, kwargs: Any) -> Any:
     """Call an embedding function, and return its result. The weight that it gets has only the rows that it looks up.
 
     Raises: RuntimeError with `max_norm`; TypeError if only the indices are a `RemoteRows`.
@@ -170,7 +170,7 @@ class _Whole(torch.autograd.Function):
         return gradient
 
 
-def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _write(func: _Operation, args: Any, kwargs: Any) -> Any:
     """Call `func`, an operation in place on its first tensor, and return its result.
 
     If the first tensor is a `RemoteRows`, `func` writes to a copy of all rows. The servers get the copy if this rank

@@ -27,9 +27,8 @@ REMEMBERED = 16
 
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
 _Which = tuple[int, "int | None"]  # client, part
-_Entry = tuple[
-    int, "Push | None", Callable[..., None], tuple[Any, ...]
-]  # client, push, function, its arguments
+# A change that waits: client, push, function, its arguments
+_Entry = tuple[int, "Push | None", Callable[..., None], tuple[Any, ...]]
 
 
 class ChangeLock:
@@ -42,7 +41,7 @@ class ChangeLock:
         self._rpc = rpc
         self._when_safe = when_safe
         self._holder: int | None = None
-        self._held: list[_Entry] = []  # changes that wait
+        self._held: list[_Entry] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # The last pushes that have passed, by client and part.
         self._passed: dict[_Which, deque[Push]] = {}

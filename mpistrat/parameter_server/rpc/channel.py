@@ -72,8 +72,8 @@ class Channel:
         self._full: dict[int, PipeOutbox] = {}  # by descriptor
         self._pidfds: dict[int, int] = {}  # by rank
         self._watched: dict[int, int] = {}  # ranks, by the pidfds that are polled
-        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
-        ranks_of_node = node.allgather(comm.rank) if pipes else [comm.rank]
+        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank))
+        ranks_of_node = node.allgather(self.rank) if pipes else [self.rank]
         node.Free()
         self._poll = select.poll()
         self._poll.register(self._inbox.descriptor, select.POLLIN)

@@ -80,7 +80,7 @@ def _keywords_of(cls: type[Optimizer]) -> set[str]:
     return {p.name for p in parameters if p.kind not in several}
 
 
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: Hyperparameters) -> dict[str, Any]:
     """Return the values of a param group without its parameters and their names. Tensors become plain numbers."""
     skipped = ("params", "param_names")
     return {name: _plain(value) for name, value in group.items() if name not in skipped}
@@ -193,11 +193,11 @@ class ServerOptimizer:
         gradient = values.new_zeros((len(index), *values.shape[1:]))
         gradient.index_add_(0, inverse, values)
         rows = self._whole.index_select(0, index)
-        state = {
+        before = {
             name: value.index_select(0, index) if _has_shape(value, self._whole) else value
             for name, value in self._state.items()
         }
-        state = self._take(rows, gradient, state)
+        state = self._take(rows, gradient, before)
         by_row = {name: value for name, value in state.items() if _has_shape(value, rows)}
         new = by_row.keys() - self._state.keys()
         for name, fill in self._initial(new).items():
