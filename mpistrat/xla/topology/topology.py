@@ -172,6 +172,8 @@ class TpuTopology:
 
 Topology = TpuTopology  # its name in tf.tpu.experimental
 
+_Place = tuple[int, ...]  # coordinates
+
 
 class _Places:
     """Finds the device at given coordinates.
@@ -182,7 +184,7 @@ class _Places:
 
     def __init__(self, mesh: NDArray[np.int32], devices: NDArray[np.int32]) -> None:
         self._mesh = mesh.tolist()
-        self._device_at: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._device_at: dict[_Place, tuple[int, int]] = {}
         for task, of_task in enumerate(devices.tolist()):
             for device, coordinates in enumerate(of_task):
                 place = tuple(coordinates)
@@ -194,7 +196,7 @@ class _Places:
                     raise ValueError(f"{here}, and so is device {other} of task {other_task}")
         self.num_empty = math.prod(self._mesh) - len(self._device_at)
 
-    def _has(self, place: tuple[int, ...]) -> bool:
+    def _has(self, place: _Place) -> bool:
         if len(place) != MESH_RANK:
             return False
         return all(0 <= at < length for at, length in zip(place, self._mesh, strict=True))
