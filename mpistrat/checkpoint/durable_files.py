@@ -37,8 +37,7 @@ def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
         )
     size = checksum = 0
     with naming(path, lambda: f"{size} of {total} bytes are written, {free_bytes(path)}"):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = os.open(path, flags, 0o600)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(file, 0o600)  # whatever the umask
             for rest in views:
@@ -147,7 +146,7 @@ def _filled(path: str, file: int, size: int) -> np.ndarray:
 
 
 def make_folder(path: str) -> None:
-    with naming(path):
+    with naming(path, lambda: free_bytes(path)):
         os.mkdir(path, 0o700)
         os.chmod(path, 0o700)  # whatever the umask
 
@@ -164,7 +163,7 @@ def make_folders(path: str) -> None:
 
 def sync_folder(path: str) -> None:
     """Wait until the disk has the names in a folder."""
-    with naming(path):
+    with naming(path, lambda: free_bytes(path)):
         folder = os.open(path, _FOLDER)
         try:
             os.fsync(folder)

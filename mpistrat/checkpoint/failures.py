@@ -10,20 +10,19 @@ from mpistrat.errors import counted
 
 
 @contextlib.contextmanager
-def naming(path: str, sizes: Callable[[], str] | None = None) -> Iterator[None]:
+def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
     """A context around operations on a file. An OSError of its block is replaced by one with `path` and `sizes()`.
 
     The new OSError has the same errno, and its traceback does not show the original error. Other errors pass unchanged.
 
     Args:
         path: the file's path, the `filename` of the new error.
-        sizes: called after an error; it says how far the operation came: "0 of 12 bytes are read". None: `free_bytes`.
+        sizes: called after an error; it says how far the operation came: "0 of 12 bytes are read".
     """
     try:
         yield
     except OSError as error:
-        text = free_bytes(path) if sizes is None else sizes()
-        raise OSError(error.errno, f"{error.strerror} ({text})", path) from None
+        raise OSError(error.errno, f"{error.strerror} ({sizes()})", path) from None
 
 
 @contextlib.contextmanager

@@ -89,9 +89,9 @@ class _OfCopies(_OfVariable):
             if state is not None:
                 component.load_state(state["copies"][replica - state["first_replica"]])
             elif aggregation == "NONE":
-                why = f"{replica}'s is lost"
-                if saved.total != now:
-                    why = f"this job has {now} replicas"
+                why = (
+                    f"this job has {now} replicas" if saved.total != now else f"{replica}'s is lost"
+                )
                 raise ValueError(
                     f"variable {variable.name!r} was saved ON_READ with aggregation NONE: each of {saved.total} "
                     f"replicas saved its own copy, and {why}. Start as many replicas, or leave it out of the checkpoint"

@@ -147,14 +147,9 @@ def _check_python(state: Any) -> None:
 
 def _are_alike(states: Mapping[int, Any], name: str) -> bool:
     """Whether several ranks have saved equal states of the generators `name`. This may read the states of all ranks."""
-    first = None
-    for rank in states:
-        text = json.dumps(states[rank][name], default=_as_list)
-        if first is None:
-            first = text
-        elif text != first:
-            return False
-    return len(states) > 1
+    texts = (json.dumps(states[rank][name], default=_as_list) for rank in states)
+    first = next(texts)
+    return len(states) > 1 and all(text == first for text in texts)
 
 
 def _as_list(array: Any) -> Any:

@@ -29,9 +29,7 @@ def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> 
     """
     first: Any = state.get("first_replica")
     count: Any = state.get("replicas")
-    least = 1
-    if {type(first), type(count)} == {int}:
-        least = first + count
+    least = first + count if {type(first), type(count)} == {int} else 1
 
     def check_entries(entries: Any) -> None:
         check(entries, [of_each], name)

@@ -72,9 +72,7 @@ class Encoder:
     def _mapping(self, value: Mapping[Any, Any], path: Path) -> Json:
         encoded: dict[str, Json]
         if {type(key) for key in value} <= {str}:
-            entries = {}
-            for key, element in value.items():
-                entries[key] = self.encode(element, (*path, key))
+            entries = {key: self.encode(element, (*path, key)) for key, element in value.items()}
             encoded = {"dict": entries}
         else:
             pairs = []
@@ -246,9 +244,7 @@ def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> A
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
     if kind == "dict":
-        items = {}
-        for key, value in tree[kind].items():
-            items[key] = decode(value, stored)
+        items = {key: decode(value, stored) for key, value in tree[kind].items()}
     else:
         pairs = decode(tree[kind], stored)
         items = dict(pairs)

@@ -94,7 +94,7 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         self._has_asked = False
         # A batch with the structure of this rank's batches, to make batches of no examples. Its number of examples.
         self._template: Any = None
-        self._template_count: Any = None
+        self._template_count: int | None = None
 
     def __next__(self) -> ReplicaPieces:
         step = self._read() if self._asks_nobody else self._agreed()
@@ -103,8 +103,9 @@ class AgreedSteps(Iterator[ReplicaPieces]):
                 end = f"end of the dataset after {self._steps_done} steps, as many on all ranks"
                 self._communicator.barrier(label=end)
             raise StopIteration
-        for i in range(len(step)):
-            step[i] = self._filled(step, i)
+        for i, entry in enumerate(step):
+            count = None if step.examples is None else step.examples[i]
+            step[i] = self._filled(entry, count)
         self._steps_done += 1
         return step
 
@@ -120,18 +121,17 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         self._position = step.position
         return step
 
-    def _filled(self, step: ReplicaPieces, i: int) -> Any:
-        """Return the batch of the step's entry number `i`; of no examples if the entry is EMPTY or MISSING (no data).
+    def _filled(self, entry: Any, count: int | None) -> Any:
+        """Return the batch of a step's entry; a batch of no examples if the entry is EMPTY or MISSING (no data).
 
+        Args: count: number of examples of the entry; None if not known.
         Raises: ValueError if a batch of no examples cannot be made, for this entry or, surely, for a later one.
         """
-        entry = step[i]
         if not _has_examples(entry):
             return self._without_examples()
         if self._template is None:  # the first batch: a short one tells less about its lists
             self._template = entry
-            if step.examples is not None:
-                self._template_count = step.examples[i]
+            self._template_count = count
             if self._reader.ends_short():
                 self._without_examples()
         return entry
@@ -271,10 +271,9 @@ class AgreedSteps(Iterator[ReplicaPieces]):
                 specs[rank] = spec_of(self._template)
         kinds = [nest.map_structure(_without_sizes, spec) for spec in specs.values()]
         if kinds != kinds[:1] * len(kinds):
-            by_rank = [f"rank {rank}: {spec}" for rank, spec in specs.items()]
+            by_rank = "; ".join(f"rank {rank}: {spec}" for rank, spec in specs.items())
             raise ValueError(
-                f"the ranks read batches of different structures or dtypes ({'; '.join(by_rank)}): give all ranks the "
-                "same kind"
+                f"the ranks read batches of different structures or dtypes ({by_rank}): give all ranks the same kind"
             )
 
 

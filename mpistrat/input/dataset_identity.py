@@ -125,8 +125,7 @@ def _add_entries(name: str, value: Any, length: int, entries: _Entries) -> None:
             entries[name] = _text_of(value)
         return
     value = _as_list(value, length)
-    is_named = name.endswith(_NAMES)
-    if _is_sequence(value) and (is_named or len(value) >= length):
+    if _is_sequence(value) and (len(value) >= length or name.endswith(_NAMES)):
         most = _MOST_ENTRIES if length else _MOST_PARTS
         step = len(value) // most + 1
         for i, part in enumerate(value[::step]):

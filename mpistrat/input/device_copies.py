@@ -51,22 +51,20 @@ class DeviceCopies:
         ]
 
     def _start(self, device: str, batch: Any) -> Any:
-        is_on_host = device.startswith(("cpu", "xla"))
-        needs_stream = not is_on_host and any(map(arrays.is_torch, nest.flatten(batch)))
-
-        def copy_of(leaf: Any) -> Any:
-            if needs_stream and arrays.is_torch(leaf) and leaf.is_cpu:
-                leaf = leaf.pin_memory()
-            return _to(device, leaf)
-
-        if not needs_stream:
-            return nest.map_structure(copy_of, batch)
+        if device.startswith(("cpu", "xla")) or not any(map(arrays.is_torch, nest.flatten(batch))):
+            return nest.map_structure(lambda leaf: _to(device, leaf), batch)
         import torch
 
         of_device = torch.get_device_module(device)
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = of_device.Stream(device)
+
+        def copy_of(leaf: Any) -> Any:
+            if arrays.is_torch(leaf) and leaf.is_cpu:
+                leaf = leaf.pin_memory()
+            return _to(device, leaf)
+
         with of_device.stream(stream):
             moved = nest.map_structure(copy_of, batch)
             return _CopyUnderWay(moved, stream.record_event())

@@ -334,9 +334,7 @@ class DistributedIterator(Iterator[Any]):
         """
         done = self.progress
         self._shared.epoch = max(self._shared.epoch, done.epoch + 1)
-        epoch = done.epoch
-        if done.steps:
-            epoch += 1
+        epoch = done.epoch + 1 if done.steps else done.epoch
         self._begin(epoch, 0)
 
     @not_compiled

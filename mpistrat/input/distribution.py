@@ -136,9 +136,7 @@ class LocalReader(readers.FunctionReader):
     ) -> None:
         super().__init__([batches], num_replicas)
         length = readers.length_of(batches)
-        steps = None
-        if length != readers.UNKNOWN_CARDINALITY:
-            steps = length // num_replicas
+        steps = None if length == readers.UNKNOWN_CARDINALITY else length // num_replicas
         self._rank = communicator.rank
         self._has_spoken = False
         by_rank = communicator.all_gather_object(steps, label="steps of local batches")

@@ -49,6 +49,5 @@ def of_torch_device(state: Any) -> None:
     """
     import torch
 
-    is_tensor = isinstance(state, torch.Tensor)
-    if not is_tensor or state.dtype is not torch.uint8 or state.ndim != 1:
+    if not (isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.ndim == 1):
         raise TypeError("it is no vector of bytes")

@@ -38,12 +38,10 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
                 return distribute_local(batches, extended)
             return distribute(batches, extended, InputOptions())
 
-    prepared = []
-    for value, are in zip(objects, are_batches, strict=True):
-        if are:
-            value = distributed(value)
-        prepared.append(value)
-    return prepared
+    return [
+        distributed(value) if are else value
+        for value, are in zip(objects, are_batches, strict=True)
+    ]
 
 
 def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
@@ -84,12 +82,10 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
             f"prepare takes loaders, not one array, of shape {list(value.shape)}. For this replica's part of it, use "
             "strategy.shard(array); to make a parameter equal on all ranks, use strategy.mirror(parameter)"
         )
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            if _is_kept(part):
-                raise TypeError(
-                    "prepare takes modules and optimizers as arguments of their own, not in a list: prepare(*modules)"
-                )
+    if isinstance(value, (list, tuple)) and any(_is_kept(part) for part in value):
+        raise TypeError(
+            "prepare takes modules and optimizers as arguments of their own, not in a list: prepare(*modules)"
+        )
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
         return True
     raise TypeError(

@@ -50,9 +50,7 @@ class RandomState:
                 self._of_owners.append(generator)
         # Samplers without a generator draw from the generator of the default device.
         default: Any = default_device()
-        self._devices: list[Any] = []
-        if getattr(default, "type", None) == torch_accelerator():
-            self._devices.append(default)
+        self._devices = [default] if getattr(default, "type", None) == torch_accelerator() else []
         self.began: dict[str, Any] | None = None
         self._begin_at = dict[str, Any]()
         self._in_epoch = False

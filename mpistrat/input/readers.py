@@ -126,13 +126,10 @@ class Reader(abc.ABC):
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of a state that must be equal where it is loaded; in mid-epoch the length, too."""
-        length = UNKNOWN_CARDINALITY
-        if self.same_for_any_ranks:
-            length = self.length()
         return {
             "source": type(self).__name__,
             "batch_size": self.batch_size,
-            "length": length,
+            "length": self.length() if self.same_for_any_ranks else UNKNOWN_CARDINALITY,
         }
 
     def length(self) -> int:

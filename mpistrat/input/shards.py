@@ -26,20 +26,7 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     extended = strategy.extended
     share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
-
-    def part_of(leaf: Any) -> Any:
-        is_array = arrays.is_array(leaf)
-        if not is_array or not -leaf.ndim <= dim < leaf.ndim:
-            got = f"one of shape {list(leaf.shape)}" if is_array else f"{leaf!r:.60}"
-            raise ValueError(
-                f"shard takes arrays, or a nest of them, and divides their dimension {dim}; got {got}"
-            )
-        axis = dim % leaf.ndim
-        first, end = slice_bounds(int(leaf.shape[axis]), piece, share.num_replicas)
-        before = (slice(None),) * axis
-        return leaf[(*before, slice(first, end))]
-
-    parts = nest.map_structure(part_of, values)
+    parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
     leaves = nest.flatten(values)
     sizes = [leaf.shape[dim] for leaf in leaves]
     if sizes != sizes[:1] * len(sizes):
@@ -51,6 +38,20 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     if arrays.gradients_are_on() and not sys.modules["torch"].compiler.is_compiling():
         _remember(strategy, leaves, nest.flatten(parts), dim)
     return parts
+
+
+def _part(leaf: Any, dim: int, piece: int, num_pieces: int) -> Any:
+    """Return piece number `piece` of an array that is cut along `dim`. Raises: ValueError if `leaf` has no `dim`."""
+    is_array = arrays.is_array(leaf)
+    if not is_array or not -leaf.ndim <= dim < leaf.ndim:
+        got = f"one of shape {list(leaf.shape)}" if is_array else f"{leaf!r:.60}"
+        raise ValueError(
+            f"shard takes arrays, or a nest of them, and divides their dimension {dim}; got {got}"
+        )
+    axis = dim % leaf.ndim
+    first, end = slice_bounds(int(leaf.shape[axis]), piece, num_pieces)
+    before = (slice(None),) * axis
+    return leaf[(*before, slice(first, end))]
 
 
 def _remember(strategy: AnyStrategy, leaves: list[Any], parts: list[Any], dim: int) -> None:

@@ -134,26 +134,26 @@ class WholeLoader(Restartable):
         with self.random.of_epoch(), starting_processes(self._user):
             loader = self._loader
             if self._whole_on is not None:
-                loader = self._whole(loader, self._whole_on)
+                loader = self._whole(self._whole_on)
             batches = guarded(iter(loader))
             return with_first_read(batches)  # samplers draw their seed at the first batch
 
-    def _whole(self, loader: data.DataLoader[Any], ranks: Communicator) -> data.DataLoader[Any]:
+    def _whole(self, ranks: Communicator) -> data.DataLoader[Any]:
         """Return a loader that gives each rank of `ranks` all elements of a datapipe, in the same order.
 
         Rank 0 draws the seed of the order.
 
         Called by: every rank of `ranks`, for each epoch.
-        Returns: a copy of `loader` that ignores torch's default group, because a DataLoader gives each rank of that
-            group only a share of a datapipe. `loader` itself if torch has no default group, or if the dataset is no
+        Returns: a copy of the loader that ignores torch's default group, because a DataLoader gives each rank of that
+            group only a share of a datapipe. The loader itself if torch has no default group, or if the dataset is no
             datapipe: then each rank gets all elements anyway.
         """
         pipe = self._user.dataset
         if not (has_default_group() and isinstance(pipe, data.IterDataPipe)):
-            return loader
+            return self._loader
         # A DataLoader draws a seed this way, and shares it over the default group.
         seed = ranks.broadcast_object(_drawn(self._user.generator), label="seed of the datapipe")
-        loader = copy.copy(loader)
+        loader = copy.copy(self._loader)
         # torch refuses to set these attributes. Persistent worker processes would keep the seed of the first epoch.
         vars(loader).update(dataset=_WholePipe(pipe, seed), persistent_workers=False)
         return loader
@@ -515,8 +515,7 @@ class LoaderReader(ReplayedReader):
     def load_state(self, communicator: Communicator, state: State) -> None:
         self._loader = None  # persistent worker processes start again, as they do after a restart
         super().load_state(communicator, state)
-        random = self._random
-        if communicator.rank == 0 and not random.fits(random.now()):
+        if communicator.rank == 0 and not self._random.fits(self._random.now()):
             tell(
                 "the data was saved under another torch.set_default_device, so this epoch repeats or leaves out "
                 "examples. Set the device of the program that saved, or begin a new epoch"

@@ -97,9 +97,7 @@ def _end_with_rank(rank: BaseProcess) -> None:
     # forked child of a killed rank still holds the rank's end of the watched pipe. The rank then counts as alive.)
     while rank.is_alive():
         came = signal.sigtimedwait(_ANNOUNCEMENTS, _SECONDS_BETWEEN_LOOKS)
-        if came is None:
-            continue
-        if came.si_signo == signal.SIGTERM and came.si_pid == rank.pid:
+        if came is not None and came.si_signo == signal.SIGTERM and came.si_pid == rank.pid:
             break
     os._exit(0)
 
