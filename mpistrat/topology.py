@@ -113,7 +113,8 @@ class Topology:
             raise ValueError(
                 f"there is no node {node}: this job has the nodes 0..{self.num_nodes - 1}"
             )
-        return tuple(rank for rank, its_node in enumerate(self.node_of_rank) if its_node == node)
+        nodes = enumerate(self.node_of_rank)
+        return tuple(rank for rank, its_node in nodes if its_node == node)
 
     def part(self, ranks: Sequence[int]) -> Topology:
         """Return a new topology, for a smaller job that has only `ranks`, renumbered from 0 in the order of `ranks`.
@@ -128,7 +129,9 @@ class Topology:
         """
         nodes = [self.node_of_rank[rank] for rank in ranks]
         kept = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-        hosts = tuple(self.hosts[node] for node in kept) if self.hosts else ()
+        hosts: tuple[str, ...] = ()
+        if self.hosts:
+            hosts = tuple(self.hosts[node] for node in kept)
         renumbered = tuple(kept[node] for node in nodes)
         rank = list(ranks).index(self.rank)
         return Topology(rank, len(nodes), renumbered, hosts, self.launcher)

@@ -59,7 +59,9 @@ class _FilePosition:
         if self.files is None:
             return None
         left = self.files[self.finished :]
-        partly = {left[0]: self.count} if self.count else {}
+        partly = {}
+        if self.count:
+            partly[left[0]] = self.count
         return self.files[: self.finished], partly, left
 
 
@@ -162,7 +164,8 @@ class FileReader(Reader):
             finished.update(done)
             partly.update(part)
             left[worker] = rest
-        partly = {number: count for number, count in partly.items() if number not in finished}
+        for number in finished:
+            partly.pop(number, None)
         return {"finished": sorted(finished), "partly": partly, "left": left}
 
     def length(self) -> int:

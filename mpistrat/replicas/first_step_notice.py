@@ -43,8 +43,15 @@ class FirstStepNotice:
         if batch:
             replicas = self._group.num_replicas_in_sync
             most = -(-batch // replicas)  # as `input.splitting.slice_bounds` cuts it
-            starts = range(0, most * replicas, most)
-            sizes = Counter(min(most, max(0, batch - start)) for start in starts)
-            parts = [f"{n} x {size}" if n > 1 else f"{size}" for size, n in sizes.items()]
+            sizes: Counter[int] = Counter()
+            for replica in range(replicas):
+                left = max(0, batch - most * replica)
+                sizes[min(most, left)] += 1
+            parts = []
+            for size, number in sizes.items():
+                part = f"{size}"
+                if number > 1:
+                    part = f"{number} x {size}"
+                parts.append(part)
             text += f"; a global batch of {batch} is {' + '.join(parts)}"
         tell(text, "INFO")

@@ -142,14 +142,14 @@ def test_no_imports_go_round(written: Imports) -> None:
 
 def test_no_folders_go_round_inside_a_room(loading: Imports) -> None:
     """The files and folders of a folder have an order, too, though no list says it."""
-    beside: Imports = {}
+    order: Imports = {}
     for importer in loading.keys() - {PACKAGE}:
         for name in loading[importer] - {PACKAGE}:
             child, other = where_they_part(importer, name)
             if room_of(child) == room_of(other):
-                beside.setdefault(child, set()).add(other)
-                beside.setdefault(other, set())
-    assert in_circles(beside) == set()
+                order.setdefault(child, set()).add(other)
+                order.setdefault(other, set())
+    assert in_circles(order) == set()
 
 
 def where_they_part(importer: str, imported: str) -> tuple[str, str]:

@@ -49,8 +49,10 @@ class Window(Exchange):
         self._address = segments[rank].ctypes.data
         # Slices of memoryviews, since a slice of an array's slice refers to the whole array and not to the first slice.
         memory = segments[rank].data
-        starts = range(PAGE, PAGE + _BUFFERS * capacity, capacity)
-        buffers = [np.frombuffer(memory[start : start + capacity], np.uint8) for start in starts]
+        buffers = []
+        for start in range(PAGE, PAGE + _BUFFERS * capacity, capacity):
+            part = memory[start : start + capacity]
+            buffers.append(np.frombuffer(part, np.uint8))
         self.buffers = RecycledBuffers(buffers=buffers)
 
     @staticmethod
@@ -87,7 +89,8 @@ class Window(Exchange):
     def all_reduce(self, operands: Operands) -> None:
         """Combine this rank's part of all ranks' buffers, and write the result into all these buffers. Collective."""
         how = how_to_combine(operands.buffer.dtype, operands.reduction.op, operands.tree)
-        bounds = share_of(int(operands.buffer.nbytes), how.itemsize, self._size)[self.rank]
+        nbytes = int(operands.buffer.nbytes)
+        bounds = share_of(nbytes, how.itemsize, self._size)[self.rank]
         with self._blocks.unbroken:
             for _, pieces in self._chunks(how, bounds):
                 total = pieces[self.rank]

@@ -369,11 +369,12 @@ class FailureDetector:
 
         Left out are ranks that ended well, lost ranks, and ranks that the launcher killed because of another rank.
         """
-        return [
-            rank
-            for rank in self.deaths
-            if not (rank.ended_well or rank.lost or self._killed_in_turn(rank))
-        ]
+        unexplained = []
+        for rank in self.deaths:
+            is_explained = rank.ended_well or rank.lost or self._killed_in_turn(rank)
+            if not is_explained:
+                unexplained.append(rank)
+        return unexplained
 
     def _killed_in_turn(self, rank: ObservedRank) -> bool:
         """Whether the launcher may have killed the dead rank because another rank had exited.
@@ -384,8 +385,11 @@ class FailureDetector:
         if rank.status not in AS_LAUNCHERS_KILL:
             return False
         had_left = rank.record.state == LEFT
-        exited = [dead for dead in self.deaths if dead.status and os.WIFEXITED(dead.status)]
-        return any(had_left or dead.ended_well for dead in exited)
+        for other in self.deaths:
+            exited = other.status and os.WIFEXITED(other.status)
+            if exited and (had_left or other.ended_well):
+                return True
+        return False
 
     def others_may_go_on(self) -> bool:
         """Whether the job may have ranks that can go on without the dead ranks.
@@ -393,8 +397,10 @@ class FailureDetector:
         True if a rank of this node lives or its program had ended, or if the job has ranks on other nodes.
         """
         ranks = self.ranks
-        elsewhere = len(ranks) < ranks[0].record.size
-        return elsewhere or any(not rank.dead or rank.record.state == LEFT for rank in ranks)
+        for rank in ranks:
+            if not rank.dead or rank.record.state == LEFT:
+                return True
+        return len(ranks) < ranks[0].record.size
 
     def exited_together(self, unexplained: Collection[ObservedRank]) -> bool:
         """Whether all ranks may have ended by os._exit(0) after the same collectives. Then nothing is to be reported.
@@ -408,8 +414,10 @@ class FailureDetector:
         if self.all_are_dead:
             # Before Linux 6.15 the kernel forgets a rank's exit status as soon as the launcher has read it. The
             # launcher may kill a rank that has announced its exit.
-            announced_or_0 = (rank.record.exits or rank.status in (0, None) for rank in unexplained)
-            return all(announced_or_0) and not calls_differ(ranks)
+            for rank in unexplained:
+                if not rank.record.exits and rank.status not in (0, None):
+                    return False
+            return not calls_differ(ranks)
         statuses = {rank.status for rank in unexplained}
         is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return statuses <= {0} and is_early and awaited(ranks).isdisjoint(unexplained)

@@ -224,11 +224,13 @@ def as_of_any_rank(traceback: str, rank: int) -> str:
     text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch's prefix of each line
     lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()
     # Indented lines are code, the same on all ranks. A number in them stays.
-    messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]
+    messages = []
     numbers: set[str] = set()
-    for i in messages:
-        found = _NUMBER_OF_RANK.findall(lines[i])
-        numbers.update(number for _, number in found)
+    for i, line in enumerate(lines):
+        if not line[:1].isspace():
+            messages.append(i)
+            found = _NUMBER_OF_RANK.findall(line)
+            numbers.update(number for _, number in found)
     if numbers == {str(rank)}:
         for i in messages:
             lines[i] = _NUMBER_OF_RANK.sub(r"\1#", lines[i])

@@ -118,7 +118,9 @@ class RemoteSteps:
         """
         mean = self._rule() == "mean"
         remote = self.of(optimizer)
-        now = None if self._clock is None else self._clock.round_to_send_in()
+        now = None
+        if self._clock is not None:
+            now = self._clock.round_to_send_in()
         changes: list[Change] = []
         for group in optimizer.param_groups:
             numbers = server_optimizers.hyperparameters(group)
@@ -156,10 +158,11 @@ def _changes(remote: RemoteTensor, gradient: Tensor, step: GradientMethod) -> li
     indices = gradient.indices()[0]
     values = gradient.values()
     # Parts without any of the rows get a step, too, so that all parts count the same steps.
-    return [
-        Change(address, step, IndexedSlices(values[part], indices[part] - first))
-        for address, first, part in remote.by_part(indices)
-    ]
+    changes = []
+    for address, first, part in remote.by_part(indices):
+        slices = IndexedSlices(values[part], indices[part] - first)
+        changes.append(Change(address, step, slices))
+    return changes
 
 
 class RemoteOptimizer:
@@ -185,25 +188,26 @@ class RemoteOptimizer:
         Raises: TypeError if the servers cannot make or step this class of optimizer.
         """
         for group in optimizer.param_groups:
-            missing = [p for p in group["params"] if p in _remote and p not in self._made]
-            new = {p: _remote[p][0] for p in missing}
+            new: dict[Tensor, RemoteTensor] = {}
+            for parameter in group["params"]:
+                if parameter in _remote and parameter not in self._made:
+                    new[parameter], _ = _remote[parameter]
             if new:
                 definition = server_optimizers.OptimizerDefinition.of(optimizer, group)
-                arrays = [
-                    (address, tensor.split)
-                    for tensor in new.values()
-                    for address in tensor.addresses
-                ]
+                arrays = []
+                for tensor in new.values():
+                    arrays += [(address, tensor.split) for address in tensor.addresses]
                 self._optimizers.make(self.number, definition, arrays)
                 self._made.update(new)
         self._move_loaded_state(optimizer)
 
     def _move_loaded_state(self, optimizer: Optimizer) -> None:
         """Remove state that the program has loaded into `optimizer.state`; first send it, if this rank is the owner."""
-        for parameter in [p for p in optimizer.state if p in self._made]:
+        states = optimizer.state
+        for parameter in [p for p in states if p in self._made]:
             if self._owns:
-                self._load(self._made[parameter], optimizer.state[parameter])
-            del optimizer.state[parameter]
+                self._load(self._made[parameter], states[parameter])
+            del states[parameter]
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
         """Register the remote parameters as made: another rank (the chief) has had the servers make the optimizer."""
@@ -212,11 +216,15 @@ class RemoteOptimizer:
                 self._made[parameter], _ = _remote[parameter]
 
     def _load(self, remote: RemoteTensor, state: dict[str, Any]) -> None:
-        whole: server_optimizers.State = {
-            name: view_of(value.detach().cpu()) if isinstance(value, Tensor) else value
-            for name, value in state.items()
-        }
-        parts = server_optimizers.split_state(whole, remote.rows) if remote.split else [whole]
+        whole = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                whole[name] = view_of(value.detach().cpu())
+            else:
+                whole[name] = value
+        parts = [whole]
+        if remote.split:
+            parts = server_optimizers.split_state(whole, remote.rows)
         for address, part in zip(remote.addresses, parts, strict=True):
             self._optimizers.load_state(self.number, address, part)
 
@@ -227,7 +235,9 @@ class RemoteOptimizer:
             if remote is None or parameter in optimizer.state:
                 continue
             states = [self._optimizers.state(self.number, a) for a in remote.addresses]
-            state = server_optimizers.join_states(states) if remote.split else states[0]
+            state = states[0]
+            if remote.split:
+                state = server_optimizers.join_states(states)
             if state:
                 like = torch.empty(0, dtype=parameter.dtype, device="cpu")
                 layout = view_of(like).dtype

@@ -138,11 +138,14 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        first = args[0] if args else None
+        first = next(iter(args), None)
         if isinstance(first, torch.Tensor) and first.device == device:
             return call(*args, **kwargs)
-        leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_packed)
-        devices = [(x.data if _is_packed(x) else x).device for x in leaves if _can_move(x)]
+        devices = []
+        for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_packed):
+            tensor = leaf.data if _is_packed(leaf) else leaf
+            if isinstance(tensor, torch.Tensor):
+                devices.append(tensor.device)
         parameter = next(module.parameters(), None)
         is_there = parameter is not None and parameter.device == device
         if not devices or device in devices or not is_there:
@@ -155,9 +158,11 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
 
 def _on(device: torch.device, values: Any) -> Any:
     """Return `values`, a structure, with its tensors on `device`."""
-    return pytree.tree_map(
-        lambda x: x.to(device) if _can_move(x) else x, values, is_leaf=_is_packed
-    )
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if _can_move(value) else value
+
+    return pytree.tree_map(moved, values, is_leaf=_is_packed)
 
 
 def _is_packed(value: Any) -> bool:

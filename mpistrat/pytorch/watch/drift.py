@@ -73,7 +73,12 @@ class Drift(NamedTuple):
 def differing(by_rank: Sequence[Values]) -> set[Key]:
     """Return the keys that all ranks have, and that have other values on some ranks."""
     common = set(by_rank[0]).intersection(*by_rank)
-    return {key for key in common if len({values[key] for values in by_rank}) > 1}
+    found = set()
+    for key in common:
+        of_ranks = {values[key] for values in by_rank}
+        if len(of_ranks) > 1:
+            found.add(key)
+    return found
 
 
 def first_drift(
@@ -148,5 +153,7 @@ def values_in_words(by_rank: Sequence[Sequence[str]]) -> str:
             ranks.setdefault(f"{value:.40}", []).append(rank)
         if len(ranks) > 1:
             break
-    groups = [f"{text} on {ranks_in_words(of_text)}" for text, of_text in ranks.items()]
+    groups = []
+    for text, of_text in ranks.items():
+        groups.append(f"{text} on {ranks_in_words(of_text)}")
     return ", ".join(groups[:_MOST_TOLD])

@@ -101,12 +101,14 @@ def resnet50(classes: int = 1000) -> nn.Module:
     stem = [_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     blocks: list[nn.Module] = []
     inputs = 64
+    stride = 1
     for stage, count in enumerate(_BLOCKS):
         channels = 64 << stage
-        for i in range(count):
-            halves = stage > 0 and i == 0
-            blocks.append(Bottleneck(inputs, channels, stride=2 if halves else 1))
+        for _ in range(count):
+            blocks.append(Bottleneck(inputs, channels, stride))
             inputs = channels * _EXPANSION
+            stride = 1
+        stride = 2  # of the first block of the next stage
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
     return nn.Sequential(*stem, *blocks, *head)
 

@@ -6,7 +6,7 @@ Both import cupy on first use. If the program has imported torch before, CuPy th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpistrat.arrays import Array, dtype_name, num_elements
@@ -28,9 +28,12 @@ class _Cupy:
     def __init__(self, size: int, unique_id: Any, rank: int) -> None:
         from cupy.cuda import nccl
 
+        def numbers(names: Iterable[str]) -> dict[str, int]:
+            return {name: getattr(nccl, f"NCCL_{name.upper()}") for name in names}
+
         self._comm = nccl.NcclCommunicator(size, unique_id, rank)
-        self._dtypes = {name: getattr(nccl, f"NCCL_{name.upper()}") for name in DTYPES}
-        self._ops = {op: getattr(nccl, f"NCCL_{op.upper()}") for op in OPS}
+        self._dtypes = numbers(DTYPES)
+        self._ops = numbers(OPS)
         self._group_start = nccl.groupStart
         self._group_end = nccl.groupEnd
 
