@@ -140,7 +140,7 @@ class _Slices:
         self._settling = Settling(shared.communicator, "optimizer.step() of shared parameters")
 
     def begin(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
-        """Publish this rank's writes, and return the twin that steps its slices. Collective.
+        """Find shared parameters, publish this rank's writes, and return the twin that steps its slices. Collective.
 
         The twin's parameters have the slices' gradients, and its state is of the slices. Parameters that are not shared
         are in the twin as they are.
