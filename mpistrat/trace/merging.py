@@ -27,7 +27,6 @@ _Json = dict[str, Any]
 _Ranks = tuple[int, ...]
 _Collective = tuple[str, int]  # the communicator's name, and the number of the call
 _LastToEnter = dict[_Collective, tuple[int, int, int]]  # see `_last_to_enter`
-_Clocks = tuple[str, str]  # the names of a clock and of its reference
 _Conversion = Callable[[int], int]  # converts a clock's times into another clock's times, in ns
 
 
@@ -298,7 +297,7 @@ def _alignments(parts: list[_RankTrace]) -> dict[str, _Conversion]:
 
     A clock has no entry if no chain of comparisons leads to the first part's clock.
     """
-    found: defaultdict[_Clocks, list[Comparison]] = defaultdict(list)
+    found: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for part in parts:
         for reference, comparison in part.comparisons:
             found[part.clock, reference].append(comparison)
