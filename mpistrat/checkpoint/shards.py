@@ -247,14 +247,12 @@ class Assembly:
         """
         if isinstance(value, dict):
             for key, inner in value.items():
-                inner_path = (*path, key)
-                value[key] = self._replaced(name, inner, inner_path, layout)
+                value[key] = self._replaced(name, inner, (*path, key), layout)
             return value
         if isinstance(value, (list, tuple)):
-            replaced = []
-            for i, inner in enumerate(value):
-                inner_path = (*path, i)
-                replaced.append(self._replaced(name, inner, inner_path, layout))
+            replaced = [
+                self._replaced(name, inner, (*path, i), layout) for i, inner in enumerate(value)
+            ]
             return type(value)(replaced)
         if isinstance(value, ShardedArray):
             return self._want(name, value, layout(path, value.shape, True))

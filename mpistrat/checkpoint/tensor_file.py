@@ -62,7 +62,7 @@ class Snapshot:
         foreign: dict[str, list[Any]] = {}
         places: dict[str, slice] = {}
         end = 0
-        for name, array in sorted(named.items(), key=_order):
+        for name, array in sorted(named.items(), key=lambda item: _order(item[1])):
             start = end
             end += arrays.num_elements(array) * arrays.itemsize(array)
             places[name] = slice(start, end)
@@ -83,10 +83,7 @@ class Snapshot:
         self.buffer = buffer
         self.values = buffer[:end]
         self._alike = _alike(named)
-        self._views: list[Any] = []
-        for name, array in named.items():
-            place = self.values[places[name]]
-            self._views.append(_view(array, place))
+        self._views = [_view(array, self.values[places[name]]) for name, array in named.items()]
         self._copy(named)
 
     def retake(self, named: _Arrays) -> bool:
@@ -124,13 +121,12 @@ def _alike(named: _Arrays) -> list[tuple[Any, ...]]:
     return [(name, type(array), array.dtype, array.shape) for name, array in named.items()]
 
 
-def _order(item: tuple[str, arrays.Array]) -> tuple[bool, int]:
+def _order(array: arrays.Array) -> tuple[bool, int]:
     """Return a sort key that puts arrays with wide elements first, because torch needs aligned elements.
 
     Arrays of dtypes that only NumPy has, such as strings, come last: their odd widths would shift the arrays after
     them, and NumPy needs no alignment.
     """
-    _, array = item
     is_of_numpy_alone = _code(array) is None and not arrays.is_torch(array)
     return is_of_numpy_alone, -arrays.itemsize(array)
 

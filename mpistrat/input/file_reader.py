@@ -59,9 +59,7 @@ class _FilePosition:
         if self.files is None:
             return None
         left = self.files[self.finished :]
-        partly = {}
-        if self.count:
-            partly[left[0]] = self.count
+        partly = {left[0]: self.count} if self.count else {}
         return self.files[: self.finished], partly, left
 
 
@@ -164,8 +162,7 @@ class FileReader(Reader):
             finished.update(done)
             partly.update(part)
             left[worker] = rest
-        for number in finished:
-            partly.pop(number, None)
+        partly = {number: count for number, count in partly.items() if number not in finished}
         return {"finished": sorted(finished), "partly": partly, "left": left}
 
     def length(self) -> int:
