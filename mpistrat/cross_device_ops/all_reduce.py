@@ -402,13 +402,19 @@ def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
 
     Returns: [] and None if any value is of another kind.
     """
+    if len(values) != 1 or len(values[0]) != 1:
+        return _all_plain(values)
+    (first,) = values[0]  # not in a loop: loops take as long as a small sum
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if len(values) == 1 and len(values[0]) == 1:
-        (first,) = values[0]  # not in a loop: loops take as long as a small sum
-        is_plain_tensor = first.__class__ is tensor and first.is_cpu and not first.requires_grad
-        if is_plain_tensor or first.__class__ is np.ndarray:
-            return [first], (first.dtype, first.shape)
-        return [], None
+    is_plain_tensor = first.__class__ is tensor and first.is_cpu and not first.requires_grad
+    if is_plain_tensor or first.__class__ is np.ndarray:
+        return [first], (first.dtype, first.shape)
+    return [], None
+
+
+def _all_plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
+    """Return the same as `_plain`, for any number of values."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     firsts = [components[0] for components in values if len(components) == 1]
     classes = {first.__class__ for first in firsts}
     if len(firsts) < len(values) or classes not in ({tensor}, {np.ndarray}):

@@ -16,19 +16,19 @@ GRANTED_NODES = {
 # Each tuple has the values that were reached, the latest last. A value that rises is an error, whoever writes it here.
 # None of them alone says that code is plain: narrow lines and long tables lower the first one, too.
 REACHED: dict[str, tuple[float, ...]] = {
-    "nodes_per_line": (9.52, 9.3, 9.18, 8.97),
-    "packed_lines": (33.2, 30.9, 23.8, 16.9),
+    "nodes_per_line": (9.52, 9.3, 9.18, 8.97, 8.86),
+    "packed_lines": (33.2, 30.9, 23.8, 16.9, 8.0),
     "branches": (23.8, 23.7),
     "over_14": (39, 0),
     "relatives": (21.7, 20.8, 20.6, 18.9, 1.0),
     "large": (11, 9, 8),
 }
 REACHED_FORMS: dict[str, tuple[float, ...]] = {  # per 1,000 code lines
-    "parallel": (18.0, 5.8, 3.1, 0.1),
-    "conditional": (20.8, 20.2, 18.4, 13.7),
-    "map": (5.5, 4.8, 3.3, 1.6),
-    "borrowed": (7.9, 7.1, 6.8, 5.7),
-    "starred": (0.7, 0.6, 0.1),
+    "parallel": (18.0, 5.8, 3.1, 0.1, 0.0),
+    "conditional": (20.8, 20.2, 18.4, 13.7, 10.8),
+    "map": (5.5, 4.8, 3.3, 1.6, 0.8),
+    "borrowed": (7.9, 7.1, 6.8, 5.7, 2.0),
+    "starred": (0.7, 0.6, 0.1, 0.0),
     "text_times_condition": (0.8, 0.7, 0.0),
 }
 # The classes of many methods, and the reason of each. No other class may have so many.

@@ -277,8 +277,11 @@ class SlurmClusterResolver(ClusterResolver):
         return int(text)
 
     def _shown(self, *names: str) -> str:
-        found = [name for name in names if name in self._environ]
-        return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
+        shown = []
+        for name in names:
+            if name in self._environ:
+                shown.append(f"{name}={self._environ[name]:.200}")
+        return ", ".join(shown)
 
 
 def hosts_of_components(environ: Environment = os.environ) -> list[list[str]]:

@@ -80,8 +80,10 @@ def describe(words: tuple[Any, ...]) -> str:
         return f"raised {message}"
     if f"{operation}()" in rest:  # the user's call has no operands
         return f"{operation}()"
-    if rest[:1] == ["sum"] and any(str(w).startswith(("MEAN", "SUM of mean ")) for w in rest):
-        rest[0] = "mean"  # the user asked for a mean: a sum that each rank divides
+    if rest[:1] == ["sum"]:
+        means = [word for word in rest if str(word).startswith(("MEAN", "SUM of mean "))]
+        if means:
+            rest[0] = "mean"  # the user asked for a mean: a sum that each rank divides
     listed = ", ".join(str(part) for part in rest if part != "")
     return f"{operation}({listed})"
 

@@ -57,8 +57,8 @@ class SharedSlots:
 
     def bytes(self, nbytes: int) -> Places[np.ndarray]:
         """Return, for even and for odd calls, the memory of each rank's buffer of `nbytes` bytes, at most LARGEST."""
-        even, odd = ([place[:nbytes] for place in places] for places in self._bytes)
-        return even, odd
+        even, odd = self._bytes
+        return [place[:nbytes] for place in even], [place[:nbytes] for place in odd]
 
     def numbers(self, count: int) -> Places[memoryview]:
         """Return, for even and for odd calls, the memory of each rank's `count` 64-bit numbers.

@@ -131,7 +131,8 @@ class TreeSum(Arithmetic):
         step = _CHUNK // self.itemsize
         for start in range(0, len(pieces[0]), step):
             chunk = slice(start, start + step)
-            self._combine([piece[chunk] for piece in pieces], [out[chunk] for out in outs], scale)
+            values = [piece[chunk] for piece in pieces]
+            self._combine(values, [out[chunk] for out in outs], scale)
 
     def _combine(self, values: list[Any], outs: list[Any], scale: float | None) -> None:
         """Combine one chunk of the pieces `values` into `outs`, an array for each sum that remains.

@@ -165,8 +165,12 @@ class PipelinedTransport(Transport):
         """
         comm = self._mpi.comm
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        requests = [comm.Irecv([received[peer], MPI.BYTE], peer, _TAG) for peer in others]
-        return requests + [comm.Isend([sent[peer], MPI.BYTE], peer, _TAG) for peer in others]
+        requests = []
+        for peer in others:
+            requests.append(comm.Irecv([received[peer], MPI.BYTE], peer, _TAG))
+        for peer in others:
+            requests.append(comm.Isend([sent[peer], MPI.BYTE], peer, _TAG))
+        return requests
 
     def _wait(self, requests: _Requests) -> None:
         wait_until(lambda: MPI.Request.Testall(requests), self._watch, yields=False)

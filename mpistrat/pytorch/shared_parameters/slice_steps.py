@@ -157,7 +157,11 @@ class _Slices:
         for part in self._slices.values():
             part.take_gradient()
         stepped = {parameter: part.tensor for parameter, part in self._slices.items()}
-        twin = hooks.twin_of(optimizer, lambda group: [stepped.get(p, p) for p in group])
+
+        def slices_of(group: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [stepped.get(parameter, parameter) for parameter in group]
+
+        twin = hooks.twin_of(optimizer, slices_of)
         twin.state = self._state  # type: ignore[assignment]
         return twin
 

@@ -93,7 +93,11 @@ def _cupy(number: str) -> _Library:
 
     device = cupy.cuda.Device(_index(number, cupy.cuda.runtime.getDeviceCount()))
     device.use()
-    return cupy.asarray, lambda buffer: buffer.data.ptr, device.synchronize
+
+    def pointer(buffer: Any) -> int:
+        return buffer.data.ptr
+
+    return cupy.asarray, pointer, device.synchronize
 
 
 def _index(number: str, count: int) -> int:

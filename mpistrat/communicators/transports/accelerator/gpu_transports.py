@@ -87,7 +87,11 @@ def use_gpus(
                 ways.NCCL: ForcedTransport(dispatcher, ways.NCCL),
                 ways.HIERARCHICAL: ForcedTransport(dispatcher, ways.HIERARCHICAL),
             }
-            communicator.use_devices_in = lambda other: use_gpus(other, gpus, index, quiet=quiet)
+
+            def use_devices_in(other: Communicator) -> None:
+                use_gpus(other, gpus, index, quiet=quiet)
+
+            communicator.use_devices_in = use_devices_in
             communicator.move_by(dispatcher, forced)
 
 

@@ -153,7 +153,8 @@ class HierarchicalDeviceTransport(DeviceTransport):
         place = self._places[self.rank]
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
-        peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
+        ranks = [rank for rank in range(self.size) if self._places[rank] == place]
+        peers = [self._nodes[rank] for rank in ranks]
         self.wait_until_idle()  # because MPI uses the GPU next
         self.between.broadcast(Operands(own_slice, root=peers.index(node)))
         if self._nodes[self.rank] != node:

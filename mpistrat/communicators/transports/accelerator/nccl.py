@@ -146,7 +146,11 @@ class NcclTransport(DeviceTransport):
         library = self.library(buffer)
         pointer = library.pointer(buffer)
         count = num_elements(buffer)
-        self._run(library, lambda nccl, stream: nccl.all_reduce(pointer, count, name, op, stream))
+
+        def all_reduce(nccl: _Cupy, stream: int) -> None:
+            nccl.all_reduce(pointer, count, name, op, stream)
+
+        self._run(library, all_reduce)
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
@@ -154,7 +158,7 @@ class NcclTransport(DeviceTransport):
         counts = [0] * self.size
         counts[root] = int(buffer.nbytes)
         pointers = [library.pointer(buffer)] * self.size
-        self._run(library, lambda nccl, stream: nccl.broadcast_bytes(pointers, counts, stream))
+        self._broadcast(library, pointers, counts)
 
     def _gather(self, buffer: Array) -> list[Array]:
         library = self.library(buffer)
@@ -163,8 +167,16 @@ class NcclTransport(DeviceTransport):
         parts[self.rank][...] = buffer
         pointers = [library.pointer(p) for p in parts]
         counts = [int(p.nbytes) for p in parts]
-        self._run(library, lambda nccl, stream: nccl.broadcast_bytes(pointers, counts, stream))
+        self._broadcast(library, pointers, counts)
         return parts
+
+    def _broadcast(self, library: DeviceLibrary, pointers: list[int], counts: list[int]) -> None:
+        """Send `counts[rank]` bytes of each rank to all ranks, into the memory at `pointers[rank]`."""
+
+        def broadcast(nccl: _Cupy, stream: int) -> None:
+            nccl.broadcast_bytes(pointers, counts, stream)
+
+        self._run(library, broadcast)
 
     def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
         """Let `call` submit work to NCCL's stream, and wait until the GPU has done that work.
