@@ -41,11 +41,13 @@ def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
         then integers of their order (see `_comparable`), except on XLA devices.
     """
     values = [_comparable(op, value) for value in operands(op, components)]
-    if op is ReduceOp.PRODUCT:
-        return product(values)
     xp = api.array_namespace(values[0])
-    extremum = {ReduceOp.MAX: xp.maximum, ReduceOp.MIN: xp.minimum}[op]
-    return functools.reduce(extremum, values)
+    combine = {
+        ReduceOp.MAX: xp.maximum,
+        ReduceOp.MIN: xp.minimum,
+        ReduceOp.PRODUCT: xp.multiply,
+    }
+    return functools.reduce(combine[op], values)
 
 
 def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:

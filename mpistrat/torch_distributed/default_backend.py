@@ -52,7 +52,8 @@ def is_replaced(backend: str | None) -> bool:
     if backend is None:
         return True
     parts = str(backend).lower().split(",")
-    return REPLACED.issuperset(part.rpartition(":")[2].strip() for part in parts)
+    names = [part.rpartition(":")[2].strip() for part in parts]
+    return REPLACED.issuperset(names)
 
 
 def replace_functions(*, keeps_backend: bool) -> None:

@@ -233,10 +233,7 @@ class Message(UnfinishedWork):
                 elif self._receives:
                     self._take()
             except MPI.Exception as failure:
-                if failure.Get_error_class() == MPI.ERR_TRUNCATE:
-                    error = self._misfit("more")
-                else:
-                    error = RuntimeError(f"{self.what}, at {self.called_at}: {failure}")
+                error = self._explained(failure)
             except Exception as failure:
                 error = failure
             self._messages.unfinished.discard(self)
@@ -271,6 +268,11 @@ class Message(UnfinishedWork):
         (tensor,) = self.result()
         if self._buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(self._buffer)
+
+    def _explained(self, error: MPI.Exception) -> Exception:
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return self._misfit("more")
+        return RuntimeError(f"{self.what}, at {self.called_at}: {error}")
 
     def _misfit(self, came: str) -> ValueError:
         return ValueError(

@@ -18,10 +18,9 @@ LINE_BITS = 16
 _MOST_SITES = 256
 
 _Site = tuple[str, str, int]  # the file, the function and the line
-_Text = tuple[bytes, int, int]  # see `CallSignature.texts`
 
 
-class _TextsOfCall(dict[_Site, _Text]):
+class _TextsOfCall(dict[_Site, tuple[bytes, int, int]]):
     """From the line of the program that makes a call, to the call's text and its stamp.
 
     The text is for the rank's record. The stamp is `digest`, and above it a hash of the line. Missing ones are made at
@@ -32,7 +31,7 @@ class _TextsOfCall(dict[_Site, _Text]):
         self._words = words
         self._digest = digest
 
-    def __missing__(self, site: _Site) -> _Text:
+    def __missing__(self, site: _Site) -> tuple[bytes, int, int]:
         if len(self) == _MOST_SITES:
             self.clear()
         file, function, line = site

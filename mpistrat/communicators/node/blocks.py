@@ -200,15 +200,15 @@ class Blocks(Exchange):
         Args:
             source: this rank's buffer, as bytes.
             bounds: for each rank, the index of the first byte in `source` for it, and the index after its last.
-            offset: so many bytes of each rank's part are not copied, because they were copied before.
+            offset: how many bytes for each rank were copied before; they are not copied again.
             width: bytes of the block that belong to each rank.
         """
         slot = self._slots[self._ticks % _SLOTS][self.rank]
         for peer in self._others:
-            start, stop = bounds[peer]
-            start += offset
-            place = peer * width
+            first, stop = bounds[peer]
+            start = first + offset
             part = source[start : min(start + width, stop)]
+            place = peer * width
             slot[place : place + len(part)] = part
 
     def broadcast(self, operands: Operands) -> None:

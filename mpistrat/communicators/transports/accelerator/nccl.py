@@ -6,7 +6,7 @@ Both import cupy on first use. If the program has imported torch before, CuPy th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from mpistrat.arrays import Array, dtype_name, num_elements
@@ -28,12 +28,9 @@ class _Cupy:
     def __init__(self, size: int, unique_id: Any, rank: int) -> None:
         from cupy.cuda import nccl
 
-        def numbers(names: Iterable[str]) -> dict[str, int]:
-            return {name: getattr(nccl, f"NCCL_{name.upper()}") for name in names}
-
         self._comm = nccl.NcclCommunicator(size, unique_id, rank)
-        self._dtypes = numbers(DTYPES)
-        self._ops = numbers(OPS)
+        self._dtypes = {name: _number(nccl, name) for name in DTYPES}
+        self._ops = {op: _number(nccl, op) for op in OPS}
         self._group_start = nccl.groupStart
         self._group_end = nccl.groupEnd
 
@@ -69,6 +66,11 @@ class _Cupy:
 
     def abort(self) -> None:
         self._comm.abort()
+
+
+def _number(nccl: Any, name: str) -> int:
+    """Return the number that NCCL has for a dtype or an operation: `NCCL_FLOAT32` for "float32"."""
+    return getattr(nccl, f"NCCL_{name.upper()}")
 
 
 def version() -> int:
@@ -137,20 +139,15 @@ class NcclTransport(DeviceTransport):
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
-        op = reduction.op
         if combined_as_float32(buffer, reduction, self._combine):
             return
-        if name not in DTYPES or op not in OPS:
+        if name not in DTYPES or reduction.op not in OPS:
             self.combine_on_host(buffer, reduction)
             return
         library = self.library(buffer)
         pointer = library.pointer(buffer)
         count = num_elements(buffer)
-
-        def all_reduce(nccl: _Cupy, stream: int) -> None:
-            nccl.all_reduce(pointer, count, name, op, stream)
-
-        self._run(library, all_reduce)
+        self._run(library, _Cupy.all_reduce, pointer, count, name, reduction.op)
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
@@ -158,7 +155,7 @@ class NcclTransport(DeviceTransport):
         counts = [0] * self.size
         counts[root] = int(buffer.nbytes)
         pointers = [library.pointer(buffer)] * self.size
-        self._broadcast(library, pointers, counts)
+        self._run(library, _Cupy.broadcast_bytes, pointers, counts)
 
     def _gather(self, buffer: Array) -> list[Array]:
         library = self.library(buffer)
@@ -167,26 +164,18 @@ class NcclTransport(DeviceTransport):
         parts[self.rank][...] = buffer
         pointers = [library.pointer(p) for p in parts]
         counts = [int(p.nbytes) for p in parts]
-        self._broadcast(library, pointers, counts)
+        self._run(library, _Cupy.broadcast_bytes, pointers, counts)
         return parts
 
-    def _broadcast(self, library: DeviceLibrary, pointers: list[int], counts: list[int]) -> None:
-        """Send `counts[rank]` bytes of each rank to all ranks, into the memory at `pointers[rank]`."""
-
-        def broadcast(nccl: _Cupy, stream: int) -> None:
-            nccl.broadcast_bytes(pointers, counts, stream)
-
-        self._run(library, broadcast)
-
-    def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
+    def _run(self, library: DeviceLibrary, call: Callable[..., None], *args: Any) -> None:
         """Let `call` submit work to NCCL's stream, and wait until the GPU has done that work.
 
-        Args: call: takes the NCCL communicator, and the stream as a `cudaStream_t`.
+        Args: call: takes the NCCL communicator, `args`, and the stream as a `cudaStream_t`.
         Raises: RuntimeError, StallError or RankLostError if NCCL was or is aborted.
         """
         with self._group as nccl:
             self._stream.wait_event(library.record(library.current_stream()))
-            call(nccl, library.handle(self._stream))
+            call(nccl, *args, library.handle(self._stream))
             self.wait(library, library.record(self._stream))
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:

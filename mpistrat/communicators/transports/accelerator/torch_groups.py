@@ -63,23 +63,13 @@ def make_group(
             "install a torch with NCCL (CUDA, ROCm) or XCCL (XPU)"
         )
     store = c10d.PrefixStore(f"{kind}/", store)
-    if backend in _CLASSES:
-        cls = getattr(dist.distributed_c10d, _CLASSES[backend])
-        options = cls.Options()
-        options._timeout = timeout
-        options.group_name = name
-        return cls(store, rank, size, options)
-    plugin = _plugin(backend)
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    options = c10d._DistributedBackendOptions()
-    options.store = store
-    options.group_rank = rank
-    options.group_size = size
-    options.timeout = timeout
-    options.group_id = name
-    options.global_ranks_in_group = list(range(size))
-    return plugin.creator_fn(options, None)
+    if backend not in _CLASSES:
+        return _by_plugin(backend, store, rank, size, timeout, name)
+    cls = getattr(dist.distributed_c10d, _CLASSES[backend])
+    options = cls.Options()
+    options._timeout = timeout
+    options.group_name = name
+    return cls(store, rank, size, options)
 
 
 def abort_group(group: Any) -> None:
@@ -96,3 +86,19 @@ def _plugin(name: str) -> Any:
     if name == "mpistrat":
         return None
     return dist.Backend._plugins.get(name.upper())
+
+
+def _by_plugin(
+    backend: str, store: Any, rank: int, size: int, timeout: datetime.timedelta, name: str
+) -> Any:
+    plugin = _plugin(backend)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = c10d._DistributedBackendOptions()
+    options.store = store
+    options.group_rank = rank
+    options.group_size = size
+    options.timeout = timeout
+    options.group_id = name
+    options.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(options, None)
