@@ -336,8 +336,7 @@ class Residuals:
         if not state:
             return {}
         parameters = state.get("parameters")
-        number = len(parameters) if isinstance(parameters, list) else 0
-        slot = range(number)
+        slot = range(len(parameters) if isinstance(parameters, list) else 0)
         return {
             "ranks": COUNT,
             "parameters": [str],

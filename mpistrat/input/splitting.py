@@ -53,10 +53,8 @@ class ReplicaPieces(list[Any]):
         MISSING entries stay. Args: position: the step's new `position`. Returns: this step.
         """
         for i, piece in enumerate(self):
-            if piece:
-                self[i] = make(piece)
-            elif piece is not MISSING:
-                self[i] = EMPTY
+            if piece is not MISSING:
+                self[i] = make(piece) if piece else EMPTY
         self.position = position
         return self
 

@@ -345,9 +345,10 @@ class LoaderReader(ReplayedReader):
         super().__init__(share, policy)
         self._user = loader
         self._communicator = communicator
-        for sampler in samplers_of(loader):
-            if not type(sampler).__module__.startswith("torch.utils.data."):
-                self.asks_late = True
+        self.asks_late = not all(
+            type(sampler).__module__.startswith("torch.utils.data.")
+            for sampler in samplers_of(loader)
+        )
         self._ahead = ahead
         self._loader: data.DataLoader[Any] | None = None
         self._collate = loader.collate_fn

@@ -310,7 +310,7 @@ def before_export(check: Callable[[torch.nn.Module], None]) -> None:
         return self
 
     torch.export.export = export
-    embeddings: Any = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    embeddings: list[Any] = [torch.nn.Embedding, torch.nn.EmbeddingBag]
     for cls in embeddings:
         cls.__prepare_scriptable__ = prepare
 

@@ -14,11 +14,13 @@ import torch
 from mpistrat import arrays
 from mpistrat.machine.devices import torch_accelerator
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.modules.registry import BufferSlot, OwnTensor, Registry, Slot, version
+from mpistrat.pytorch.modules.registry import BufferSlot, Registry, Slot, version
 from mpistrat.pytorch.writes_by_hand import WritesByHand
 
 if TYPE_CHECKING:
     from mpistrat.replicas.replicas import Replicas
+
+OwnTensor = torch.Tensor | None  # the `.grad` or buffer that a replica has in a slot
 
 
 class TorchState:
@@ -49,8 +51,8 @@ class TorchState:
         """
         others = self._away[1:]
         # Modules that share a tensor share its copies, too.
-        clones: dict[int, Sequence[OwnTensor]] = {}
-        clones[id(None)] = [None] * len(others)
+        nothing = [None] * len(others)
+        clones: dict[int, Sequence[OwnTensor]] = {id(None): nothing}
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
             if tensor is left and version(tensor) == left_version:
@@ -79,10 +81,11 @@ class TorchState:
         """
         now = _generators()
         others = self._generators[1:]
-        in_step = True
-        for other in others:
-            for first, state in zip(self._generators[0], other, strict=False):
-                in_step = in_step and torch.equal(first, state)
+        in_step = all(
+            torch.equal(first, state)
+            for other in others
+            for first, state in zip(self._generators[0], other, strict=False)
+        )
         if in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
         return [now, *others]

@@ -73,7 +73,10 @@ class Overlap:
         self._like: dict[int, torch.Tensor] = {}  # parameters of `_expected` on "meta"
         self._buckets: Buckets | None = None  # for the next backward
         self._made_for: list[Any] = []  # scale and layouts of `_buckets`
-        self._seconds: list[list[float]] = [[], []]  # sequential, overlapped
+        self._seconds: tuple[list[float], list[float]] = (
+            [],  # sequential
+            [],  # overlapped
+        )
         self._started = 0.0
         self._overlaps: bool | None = None
         self.may_come = True

@@ -106,7 +106,6 @@ class BufferSlot:
 
 
 Slot = ParameterSlot | BufferSlot
-OwnTensor = torch.Tensor | None  # the `.grad` or buffer that a replica has in a slot
 
 
 def version(tensor: torch.Tensor | None) -> int:
@@ -178,7 +177,7 @@ class Registry:
         """Return all parameters by slot; None for a parameter that the program has dropped."""
         return [slot.reference() for slot in self.slots]
 
-    def own_tensors(self) -> list[tuple[Slot, OwnTensor]]:
+    def own_tensors(self) -> list[tuple[Slot, torch.Tensor | None]]:
         """Return pairs of a slot and its tensor: the `.grad` of each parameter, then each buffer.
 
         The tensors belong to the replica that runs now. None stands for no gradient and for a dropped buffer.

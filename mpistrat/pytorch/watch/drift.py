@@ -153,7 +153,7 @@ def values_in_words(by_rank: Sequence[Sequence[str]]) -> str:
             ranks.setdefault(f"{value:.40}", []).append(rank)
         if len(ranks) > 1:
             break
-    groups = []
-    for text, of_text in ranks.items():
-        groups.append(f"{text} on {ranks_in_words(of_text)}")
+    groups = [
+        f"{value} on {ranks_in_words(ranks_with_it)}" for value, ranks_with_it in ranks.items()
+    ]
     return ", ".join(groups[:_MOST_TOLD])

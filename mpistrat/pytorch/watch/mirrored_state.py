@@ -76,8 +76,10 @@ def state_after_step(modules: StrategyModules, roots: Iterable[Any]) -> State:
     slots = {id(parameter): index for index, _, parameter in _slots(modules)}
     for root in roots:
         # The slot tells modules apart. A rank may keep modules that other ranks have dropped.
-        ids = [id(parameter) for parameter in root.parameters()]
-        numbers = [slots[key] for key in ids if key in slots]
+        numbers = []
+        for parameter in root.parameters():
+            if id(parameter) in slots:
+                numbers.append(slots[id(parameter)])
         for path, module in root.named_modules(prefix=type(root).__name__):
             if numbers and id(module) not in exempt:
                 thing = MirroredThing(f"{path}.training", [module.training])
@@ -168,10 +170,12 @@ def _states_of(
         slots: (number, name) of each mirrored parameter, by `id`. States of other parameters are skipped.
     """
     for g, group in enumerate(optimizer.param_groups):
-        ids = [id(parameter) for parameter in group["params"]]
-        members = [slots[key][0] for key in ids if key in slots]
+        members = []
+        for parameter in group["params"]:
+            if id(parameter) in slots:
+                members.append(slots[id(parameter)][0])
         # Ranks may train other parameters each, and send each other the values. Then the groups differ.
-        if members or not ids:
+        if members or not group["params"]:
             # Other entries, such as a time, are the program's own.
             options = {key: group.get(key) for key in optimizer.defaults}
             yield (OF_GROUP, g, tuple(members)), f"group {g}", options
