@@ -61,7 +61,7 @@ LAYERS = (
 LONGEST_CHAIN = 18
 # Files of fewer code lines than SMALL that a single file imports, one of their folder: each is an idea of its own.
 SMALL = 60
-SMALL_FILES_OF_ONE_USER = 18
+SMALL_FILES_OF_ONE_USER = 20
 
 FIRST_USE = f"{PACKAGE}.machine.first_use"
 

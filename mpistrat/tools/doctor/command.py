@@ -34,7 +34,7 @@ from mpistrat.tools.doctor.facts import Job, JobFailure, Library, RankFacts, as_
 from mpistrat.tools.doctor.finding import PROBLEM, Finding, as_text, said_once, to_json
 
 Check = Callable[[Job], Iterable[Finding]]
-SECONDS_FOR_RANK_0 = 10.0
+SECONDS_FOR_RANK_0 = 20.0
 _CHECKERS = (mpi_library, software, cores, memory, nodes, links, gpus)
 CHECKS: tuple[Check, ...] = tuple(checker.check for checker in _CHECKERS)
 SECONDS_TO_IMPORT = 60.0
@@ -114,7 +114,7 @@ def judge(job: Job) -> list[Finding]:
 
 
 def _speak_for_a_node(here: RankFacts, failure: JobFailure) -> int:
-    """Print one line on stderr, after 10 s, for a rank that is not rank 0. Rank 0 most likely failed, too, and says
+    """Print one line on stderr, after 20 s, for a rank that is not rank 0. Rank 0 most likely failed, too, and says
     more.
 
     If the node's launcher or library is the fault, only the first rank of the node prints.
