@@ -283,10 +283,10 @@ def _deciding_claim(
     claim both say one rank, a later claim of several ranks decides.
     Returns: None if no launcher's variable is set.
     """
-    world = (world_size, world_rank)
     claims = list(_claims(environ, library_family(version)))
     for claim in claims:
-        if world_size > 1 and (claim.size, claim.rank) == world:
+        is_mpis = (claim.size, claim.rank) == (world_size, world_rank)
+        if world_size > 1 and is_mpis:
             return claim
         if world_size == claims[0].size == 1 and _denies_that_it_is_alone(claim, environ):
             return claim

@@ -96,10 +96,9 @@ def _may_be_read(place: Any, last: bool) -> bool:
 
     Args: last: whether this process is about to end.
     """
-    descriptor = _descriptor_of(place)
-    if descriptor == 2 and not _is_stderr():
+    if _descriptor_of(place) == 2 and not _is_stderr():
         return False
-    return not (last and _ends_with_us(place, descriptor))
+    return not (last and _ends_with_us(place))
 
 
 def _is_stderr() -> bool:
@@ -112,8 +111,9 @@ def _is_stderr() -> bool:
     return False
 
 
-def _ends_with_us(place: Any, descriptor: int | None) -> bool:
+def _ends_with_us(place: Any) -> bool:
     """Return whether nobody can read the text in `place` once this process has ended: a StringIO, an unlinked file."""
+    descriptor = _descriptor_of(place)
     if descriptor is None:  # a program's own class may write to a file, io's classes do not
         return isinstance(place, io.IOBase)
     status = os.fstat(descriptor)

@@ -31,19 +31,18 @@ def begin(folder: str, rank: int, size: int) -> Timeline:
     if _timeline is None:
         if rank == 0:
             merging.remove_older(folder, size)
-        timeline = Timeline(folder, rank, size, socket.gethostname(), host_clock())
-        pid = os.getpid()
-
-        def finish_alone() -> None:
-            if os.getpid() != pid or ends_with_job:
-                return  # a forked child does nothing
-            timeline.close()
-            if size == 1:
-                merge_parts(timeline)
-
-        atexit.register(finish_alone)
-        _timeline = timeline
+        _timeline = Timeline(folder, rank, size, socket.gethostname(), host_clock())
+        atexit.register(_finish_alone, os.getpid(), _timeline, size)
     return _timeline
+
+
+def _finish_alone(pid: int, timeline: Timeline, size: int) -> None:
+    """Close the timeline at the program's end, and merge it in a job of one rank. A forked child does nothing."""
+    if os.getpid() != pid or ends_with_job:
+        return
+    timeline.close()
+    if size == 1:
+        merge_parts(timeline)
 
 
 def merge_parts(timeline: Timeline) -> None:

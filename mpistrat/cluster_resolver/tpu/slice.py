@@ -100,8 +100,8 @@ def parse_bounds(text: str) -> Bounds:
         raise ValueError(
             f"bounds must be three numbers from 1 on, such as '2,2,1', got {text!r:.80}"
         )
-    x, y, z = text.split(",")
-    return int(x), int(y), int(z)
+    x, y, z = map(int, text.split(","))
+    return x, y, z
 
 
 def bounds_text(bounds: tuple[int, ...]) -> str:

@@ -32,11 +32,10 @@ class AbortChannel:
 
     def send(self, text: str) -> None:
         """Tell all other ranks that this rank has failed; `text` describes its error. Not collective; does not wait."""
-        others = {*range(self._comm.size)} - {self._comm.rank}
+        others = sorted({*range(self._comm.size)} - {self._comm.rank})
         # MPI raises on a communicator that has lost a rank. Nothing is sent then, because all ranks know of the loss.
         with contextlib.suppress(MPI.Exception):
-            requests = [self._comm.isend(text, rank, TAG) for rank in sorted(others)]
-            self._unsent += requests
+            self._unsent += [self._comm.isend(text, rank, TAG) for rank in others]
 
     def tell(self, text: str) -> None:
         """Send `text` unless this rank has sent a text before. Then wait for a text of each other rank, at most 0.75 s.

@@ -73,11 +73,12 @@ class ObservedRank:
 
         After an exec the process no longer catches the signal that asks a rank for its stack: so an exec is noticed.
         """
-        pid = self.pid
         number = self.record.stack_signal
-        if not number or self.letter in DEAD or processes.catches(pid, number):
+        if not number or self.letter in DEAD:
             return ""
-        return processes.command_of(pid)
+        if processes.catches(self.pid, number):
+            return ""
+        return processes.command_of(self.pid)
 
     @property
     def who(self) -> str:
@@ -414,10 +415,8 @@ class FailureDetector:
         if self.all_are_dead:
             # Before Linux 6.15 the kernel forgets a rank's exit status as soon as the launcher has read it. The
             # launcher may kill a rank that has announced its exit.
-            for rank in unexplained:
-                if not rank.record.exits and rank.status not in (0, None):
-                    return False
-            return not calls_differ(ranks)
+            statuses = {rank.status for rank in unexplained if not rank.record.exits}
+            return statuses <= {0, None} and not calls_differ(ranks)
         statuses = {rank.status for rank in unexplained}
         is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return statuses <= {0} and is_early and awaited(ranks).isdisjoint(unexplained)

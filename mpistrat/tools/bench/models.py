@@ -132,8 +132,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]
-        places = torch.arange(length, device=tokens.device)
-        x = self.tokens(tokens) + self.places(places)
+        positions = torch.arange(length, device=tokens.device)
+        x = self.tokens(tokens) + self.places(positions)
         later = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         x = self.layers(x, mask=later, is_causal=True)
         return self.logits(self.norm(x)).transpose(1, 2)

@@ -158,8 +158,9 @@ def predictions(arguments: argparse.Namespace) -> tuple[CostModel, list[Row], Ro
     measured: dict[tuple[int, int], float] = {}
     here = topology.num_nodes
     if here in arguments.nodes and 1 < communicator.size == here * per_node:
-        timed = [size for size in sizes if size <= LARGEST]
-        measured = {(here, size): _p50(communicator, size) for size in timed}
+        for size in sizes:
+            if size <= LARGEST:
+                measured[here, size] = _p50(communicator, size)
     rows = [
         predict(model, nodes, size, measured.get((nodes, size)))
         for nodes in arguments.nodes

@@ -170,21 +170,23 @@ def slower_than_others(rates: _Rates) -> _Rates:
     Args: rates: bytes per second of each pair of nodes.
     """
     ordered = sorted(rates.values())
-    found: _Rates = {}
-    others = len(ordered) - 1
-    if others < 1:
-        return found
+    found = {}
     for pair, rate in rates.items():
-        index = bisect.bisect_left(ordered, rate)
-        low = (others - 1) // 2
-        high = others // 2
-        # The middle of the others: places from `index` on move up by one.
-        low += low >= index
-        high += high >= index
-        median = (ordered[low] + ordered[high]) / 2
-        if rate < SLOW * median:
-            found[pair] = median
+        if len(ordered) > 1:
+            median = _median_without(ordered, bisect.bisect_left(ordered, rate))
+            if rate < SLOW * median:
+                found[pair] = median
     return found
+
+
+def _median_without(ordered: Sequence[float], index: int) -> float:
+    left = len(ordered) - 1
+    low = (left - 1) // 2
+    high = left // 2
+    # The middle of the others: places from `index` on move up by one.
+    low += low >= index
+    high += high >= index
+    return (ordered[low] + ordered[high]) / 2
 
 
 def _named(slow: _Rates, rates: _Rates, names: Sequence[str]) -> Findings:

@@ -34,6 +34,17 @@ _INSTALL = (
 _ALONE = "A world of 1"
 _NO_MPIRUN = "mpirun: command not found"
 _MPIRUN = "start with mpirun inside sbatch or salloc"
+_LATE_ALONE = "try one line alone: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
+_LATE = (
+    "look whether all ranks were started and their nodes are up, and whether the nodes reach each other by the network "
+    "that MPI chooses (a firewall, docker0: --mca btl_tcp_if_include …, UCX_NET_DEVICES=…, FI_TCP_IFACE=…); "
+    "allow a large job a longer start by MPISTRAT_START_SECONDS"
+)
+_OTHER_NETWORK = (
+    "read its last words; if they name a network or device, choose one that all nodes have (UCX_NET_DEVICES=…, "
+    "--mca btl_tcp_if_include …), or try a plain one: UCX_TLS=tcp,self (UCX), FI_PROVIDER=tcp (libfabric), "
+    "--mca pml ob1 --mca btl tcp,sm,self (Open MPI)"
+)
 
 # Files of an installation of MPI, the usual names first
 _LIBRARIES = (
@@ -140,23 +151,11 @@ def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
 
     After an end, it is to try another network if launcher and library belong together, else to make them fit.
     """
-    if failure.kind == "late" and launch.of_several:
-        return (
-            "look whether all ranks were started and their nodes are up, and whether the nodes reach each other by the "
-            "network that MPI chooses (a firewall, docker0: --mca btl_tcp_if_include …, UCX_NET_DEVICES=…, "
-            "FI_TCP_IFACE=…); allow a large job a longer start by MPISTRAT_START_SECONDS"
-        )
     if failure.kind == "late":
-        return "try one line alone: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
+        return _LATE if launch.of_several else _LATE_ALONE
     family = library_family(library.version) if library.version else None  # None: no library
     same = not launch.variables or command_family(launch.launcher) == family
-    if not same or launch.by_srun:
-        return _fix_mismatch(launch, library)
-    return (
-        "read its last words; if they name a network or device, choose one that all nodes have (UCX_NET_DEVICES=…, "
-        "--mca btl_tcp_if_include …), or try a plain one: UCX_TLS=tcp,self (UCX), FI_PROVIDER=tcp (libfabric), "
-        "--mca pml ob1 --mca btl tcp,sm,self (Open MPI)"
-    )
+    return _OTHER_NETWORK if same and not launch.by_srun else _fix_mismatch(launch, library)
 
 
 def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
@@ -191,13 +190,16 @@ def _fixes_of_mismatch(launch: Launch, library: Library) -> Iterator[str]:
         yield _fix_srun(launch, library_family(library.version))
         if command:
             yield f"start with {command} inside sbatch or salloc"
-    elif command and os.path.realpath(command) != os.path.realpath(launch.mpirun):
+    elif command and _differ(command, launch.mpirun):
         yield f"start with the library's own launcher, {command}"
-    loaded = os.path.realpath(library.path)
-    if other and os.path.realpath(other) != loaded:
+    if other and _differ(other, library.path):
         if rule_of(library) in (search.ENVIRONMENT, search.USER):
             yield f"pip uninstall {_wheel(library)}: its library shadows the library of {launch.mpirun}"
         yield f"load the library of {launch.mpirun}: MPI4PY_LIBMPI={other}"
+
+
+def _differ(path: str, other: str) -> bool:
+    return os.path.realpath(path) != os.path.realpath(other)
 
 
 def _fix_srun(launch: Launch, family: str) -> str:

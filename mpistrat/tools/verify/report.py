@@ -30,13 +30,12 @@ EQUAL up to rounding: {ranks} ranks compute as {right} in {found.number} of {cou
 def text_of(found: Verdict, causes: list[str]) -> str:
     """Return the lines for a verdict, and for the causes of a difference."""
     ranks = len(found.ranks)
-    right = "1 rank" if len(found.reference) == 1 else f"{ranks} ranks on gloo"
     text = _OUTCOMES[found.outcome].format(
         found=found,
         kind=_KINDS[found.kind],
         label=found.ranks[0].labels.get(found.key, found.key),
         ranks=ranks,
-        right=right,
+        right="1 rank" if len(found.reference) == 1 else f"{ranks} ranks on gloo",
         mine=_side(found, found.reference),
         theirs=_side(found, found.ranks),
         counts=[len(rank.steps) for rank in found.reference[:1] + found.ranks],
