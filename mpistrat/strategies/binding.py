@@ -20,7 +20,7 @@ from mpistrat.machine.notices import tell
 from mpistrat.topology import Topology
 
 _has_told = False
-_Names = tuple[str, ...]  # of accelerators, or of devices
+_DeviceNames = tuple[str, ...]  # of accelerators, or of devices
 
 
 def bind(
@@ -28,7 +28,7 @@ def bind(
     topology: Topology,
     devices: Sequence[str] | None,
     quiet: bool = False,
-) -> _Names:
+) -> _DeviceNames:
     """Return this rank's devices: `devices` if given, else one of the node's accelerators, else the CPU.
 
     It also makes the rank's accelerator current, the first of `devices`. If every rank uses a GPU, the communicator
@@ -83,7 +83,7 @@ def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quie
         tell_of_way("through host memory", f"rank {gpus.index(())} sees no GPU")
 
 
-def bind_all(communicator: Communicator, topology: Topology) -> _Names:
+def bind_all(communicator: Communicator, topology: Topology) -> _DeviceNames:
     """Return this rank's share of all accelerators of its node, or the CPU if its share is empty.
 
     Every rank of the node gets equally many. Called by: every rank of `communicator`.
@@ -95,8 +95,8 @@ def bind_all(communicator: Communicator, topology: Topology) -> _Names:
 
 
 def _of_node(
-    communicator: Communicator, topology: Topology, seen: _Names
-) -> tuple[list[int], list[_Names]]:
+    communicator: Communicator, topology: Topology, seen: _DeviceNames
+) -> tuple[list[int], list[_DeviceNames]]:
     """Return the ranks of this node, in order, and for each of these ranks its argument `seen`.
 
     Called by: every rank.
@@ -108,7 +108,7 @@ def _of_node(
 
 
 def _tell_of_unused(
-    of_ranks: Sequence[_Names], shares: Sequence[int | None], num_nodes: int
+    of_ranks: Sequence[_DeviceNames], shares: Sequence[int | None], num_nodes: int
 ) -> None:
     """Say, once per process, how to use all accelerators of the node, if some are unused. Called by: rank 0.
 

@@ -31,38 +31,39 @@ class StrategyArguments:
     cross_device_ops: CrossDeviceOps | None = None
 
     def __post_init__(self) -> None:
-        options = self.options
         gradients = self.gradients
-        cross_device_ops = self.cross_device_ops
         for name in ("torch_distributed", "deterministic", "shared_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
         if not _is_one_of(CHECKS, self.check):
             raise ValueError(f"check must be one of {CHECKS}, got {self.check!r:.60}")
-        if not isinstance(options, CommunicationOptions | None):
+        if not isinstance(self.options, CommunicationOptions | None):
             raise ValueError(
-                f"communication_options must be CommunicationOptions, got {options!r:.60}"
+                f"communication_options must be CommunicationOptions, got {self.options!r:.60}"
             )
         if gradients is not None and not _is_one_of(GRADIENTS, gradients):
             raise ValueError(
                 "gradients must be 'sum' (scale the loss with compute_average_loss) or 'mean' (as DDP), or "
                 f"None; got {gradients!r:.60}"
             )
-        if not isinstance(cross_device_ops, CrossDeviceOps | None):
+        if not isinstance(self.cross_device_ops, CrossDeviceOps | None):
             raise ValueError(
-                f"cross_device_ops must be a CrossDeviceOps, got {cross_device_ops!r:.60}"
+                f"cross_device_ops must be a CrossDeviceOps, got {self.cross_device_ops!r:.60}"
             )
         if self.deterministic:
-            if cross_device_ops is not None:
-                raise ValueError(
-                    "deterministic=True fixes the order in which replicas are added up, and a cross_device_ops of your "
-                    "own chooses another order: give one of them"
-                )
-            if self.has_wire_format:
-                raise ValueError(
-                    "deterministic=True keeps every bit of a sum, and wire_dtype and wire_format leave bits out: give "
-                    "one of them"
-                )
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        if self.cross_device_ops is not None:
+            raise ValueError(
+                "deterministic=True fixes the order in which replicas are added up, and a cross_device_ops of your own "
+                "chooses another order: give one of them"
+            )
+        if self.has_wire_format:
+            raise ValueError(
+                "deterministic=True keeps every bit of a sum, and wire_dtype and wire_format leave bits out: give one "
+                "of them"
+            )
 
     @property
     def has_wire_format(self) -> bool:

@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import Module
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mpistrat.parameter_server.client.client import Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers, looks_up
@@ -86,7 +85,7 @@ class RemoteModules(StrategyModules):
         """
         self.before_run()
         for loaded in objects:
-            if isinstance(loaded, torch.optim.Optimizer) and has_remote_parameters(loaded):
+            if isinstance(loaded, Optimizer) and has_remote_parameters(loaded):
                 self.steps.of(loaded)
 
     def mirror(self, module: Any) -> None:
@@ -99,7 +98,7 @@ class RemoteModules(StrategyModules):
         if new.parameters or new.buffers:
             self._place_new(new)
 
-    def refresh(self, module: Module) -> None:
+    def refresh(self, module: nn.Module) -> None:
         """Pull the servers' values into the parameters and buffers of this module alone, without its submodules.
 
         Called by: torch, before `state_dict()`, pickling, saving and copying.
@@ -122,7 +121,7 @@ class RemoteModules(StrategyModules):
         for module in self._recorded():
             hooks.before_copy(module, self.refresh)
 
-    def _recorded(self) -> Iterator[Module]:
+    def _recorded(self) -> Iterator[nn.Module]:
         for root in self.recorder.roots():
             yield from root.modules()
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module, Parameter, functional
+from torch import Tensor, nn
+from torch.nn import Parameter, functional
 from torch.utils import _pytree as pytree
 
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor
@@ -51,9 +51,9 @@ _ABOUT = frozenset(
 _NUMBERS = tuple(getattr(Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
-def looks_up(module: Module) -> bool:
+def looks_up(module: nn.Module) -> bool:
     """Whether the module is an embedding without `max_norm`, so that it reads only the rows that it looks up."""
-    embeds = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     return embeds and module.max_norm is None
 
 
@@ -86,7 +86,6 @@ class RemoteRows(Parameter):
             if func in _LOOKUPS:
                 return _look_up(func, args, kwargs)
             name = func.__name__
-            needs_rows = name not in _ABOUT
             if name in ("__get__", "__set__", "__delete__"):
                 needs_rows = getattr(func, "__self__", None) in _NUMBERS
                 if name == "__set__" and needs_rows:
@@ -94,7 +93,9 @@ class RemoteRows(Parameter):
                         "an embedding whose rows are on servers cannot be moved, or given other memory. Do that inside "
                         "strategy.scope()"
                     )
-            elif needs_rows and name.endswith("_") and not name.endswith("__"):
+            else:
+                needs_rows = name not in _ABOUT
+            if needs_rows and name.endswith("_") and not name.endswith("__"):
                 return _write(func, args, kwargs)
             if needs_rows:
                 args, kwargs = pytree.tree_map_only(cls, _Whole.apply, (args, kwargs))
@@ -110,7 +111,7 @@ class RemoteRows(Parameter):
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
-def _refuse_rows(module: Module) -> None:
+def _refuse_rows(module: nn.Module) -> None:
     """Raise RuntimeError if a module to be exported or scripted has a `RemoteRows`, which has no memory."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, RemoteRows):

@@ -160,8 +160,8 @@ def _changes(remote: RemoteTensor, gradient: Tensor, step: GradientMethod) -> li
     # Parts without any of the rows get a step, too, so that all parts count the same steps.
     changes = []
     for address, first, part in remote.by_part(indices):
-        slices = IndexedSlices(values[part], indices[part] - first)
-        changes.append(Change(address, step, slices))
+        rows = indices[part] - first
+        changes.append(Change(address, step, IndexedSlices(values[part], rows)))
     return changes
 
 
@@ -203,11 +203,10 @@ class RemoteOptimizer:
 
     def _move_loaded_state(self, optimizer: Optimizer) -> None:
         """Remove state that the program has loaded into `optimizer.state`; first send it, if this rank is the owner."""
-        states = optimizer.state
-        for parameter in [p for p in states if p in self._made]:
+        for parameter in [p for p in optimizer.state if p in self._made]:
             if self._owns:
-                self._load(self._made[parameter], states[parameter])
-            del states[parameter]
+                self._load(self._made[parameter], optimizer.state[parameter])
+            del optimizer.state[parameter]
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
         """Register the remote parameters as made: another rank (the chief) has had the servers make the optimizer."""

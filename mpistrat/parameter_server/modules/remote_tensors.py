@@ -85,7 +85,8 @@ class RemoteTensor:
         Raises: IndexError if a row does not exist.
         """
         count = sum(self.rows)
-        for row in indices[:1].tolist() + indices[-1:].tolist():  # the first and the last
+        first_and_last = indices[:1].tolist() + indices[-1:].tolist()
+        for row in first_and_last:
             if not 0 <= row < count:
                 raise IndexError(f"row {row} of an embedding of {count} rows does not exist")
         parts = [
@@ -94,8 +95,7 @@ class RemoteTensor:
             if part.start < part.stop or not self.split
         ]
         if not parts:
-            one_row = self.pull_rows(indices.new_zeros(1))
-            return one_row[:0]
+            return self.pull_rows(indices.new_zeros(1))[:0]
         return torch.cat(parts).to(indices.device)
 
     def pull(self, like: Tensor) -> Tensor:

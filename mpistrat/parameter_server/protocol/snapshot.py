@@ -28,7 +28,7 @@ REMEMBERED = 16
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
 _Which = tuple[int, "int | None"]  # client, part
 # A change that waits: client, push, function, its arguments
-_Entry = tuple[int, "Push | None", Callable[..., None], tuple[Any, ...]]
+_HeldChange = tuple[int, "Push | None", Callable[..., None], tuple[Any, ...]]
 
 
 class ChangeLock:
@@ -41,7 +41,7 @@ class ChangeLock:
         self._rpc = rpc
         self._when_safe = when_safe
         self._holder: int | None = None
-        self._held: list[_Entry] = []
+        self._held: list[_HeldChange] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # The last pushes that have passed, by client and part.
         self._passed: dict[_Which, deque[Push]] = {}
@@ -54,11 +54,11 @@ class ChangeLock:
     def enter(self, source: int, push: Push | None, work: Callable[..., None], *args: Any) -> None:
         """Call `work(*args)`, a change of the client `source`: now, or once no other client holds the lock.
 
-        It is also called now if it is a part of a push that the lock's holder has admitted (by ADMIT).
+        `work` is also called now if it is a part of a push that the lock's holder has admitted (by ADMIT).
 
         Args: push: the push that the change is a part of; None for a change of one server.
         """
-        part = None if push is None else (source, push.number, push.part)
+        part = push and (source, push.number, push.part)
         admitted = part in self._admitted
         if self._holder not in (None, source) and not admitted:
             self._held.append((source, push, work, args))

@@ -196,8 +196,7 @@ class ParameterServer:
         }
         for method, handler in requests.items():
             rpc.handle(method, _refusing(handler))
-        idempotency = store.idempotency
-        rpc.handle(messages.FORGET, lambda _, body: idempotency.forget(*body))
+        rpc.handle(messages.FORGET, lambda _, body: store.idempotency.forget(*body))
         rpc.handle(messages.DONE, lambda source, _: self._leave(source))
         rpc.on_lost(self._lost)
 
@@ -301,7 +300,7 @@ def _replying(read: Callable[[Any, Any], Any]) -> Callable[[Request], None]:
 
 
 def _refusing(handler: Callable[[Request], None]) -> Callable[[Request], None]:
-    """Return `handler` with a reply for its Exceptions: the error."""
+    """Return a handler that calls `handler`; if that raises an Exception, it replies with the error."""
 
     def handle(request: Request) -> None:
         try:
