@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.settings import stall_seconds
 from mpistrat.values import PerReplica
 
+_KIND = operator.attrgetter("dtype", "shape")
+_PLACE = operator.attrgetter("is_cpu", "requires_grad")
+_ON_HOST = (True, False)
 # How many kinds of values have their packs kept. Beyond them the packs are made again.
 _KNOWN_KINDS = 1024
 
@@ -186,7 +190,7 @@ class MpiAllReduce(CrossDeviceOps):
                 (i,) = pack.indices
                 results[i] = self._reduce_alone(communicator, pack, results[i])
                 continue
-            like = [results[i] for i in pack.indices]
+            like = list(map(results.__getitem__, pack.indices))
             pieces = self._reduce_joined(communicator, pack, like)
             for i, piece in zip(pack.indices, pieces, strict=True):
                 results[i] = piece
@@ -406,22 +410,23 @@ def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
         return _all_plain(values)
     (first,) = values[0]  # not in a loop: loops take as long as a small sum
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    is_plain_tensor = first.__class__ is tensor and first.is_cpu and not first.requires_grad
+    is_plain_tensor = first.__class__ is tensor and _PLACE(first) == _ON_HOST
     if is_plain_tensor or first.__class__ is np.ndarray:
-        return [first], (first.dtype, first.shape)
+        return [first], _KIND(first)
     return [], None
 
 
 def _all_plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
     """Return the same as `_plain`, for any number of values."""
+    if set(map(len, values)) != {1}:
+        return [], None
+    firsts = list(next(zip(*values, strict=True)))
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    firsts = [components[0] for components in values if len(components) == 1]
-    classes = {first.__class__ for first in firsts}
-    if len(firsts) < len(values) or classes not in ({tensor}, {np.ndarray}):
-        return [], None
-    if tensor in classes and not all(first.is_cpu and not first.requires_grad for first in firsts):
-        return [], None
-    return firsts, tuple([(first.dtype, first.shape) for first in firsts])
+    classes = set(map(type, firsts))
+    are_plain_tensors = classes == {tensor} and set(map(_PLACE, firsts)) == {_ON_HOST}
+    if are_plain_tensors or classes == {np.ndarray}:
+        return firsts, tuple(map(_KIND, firsts))
+    return [], None
 
 
 def _pack_of(

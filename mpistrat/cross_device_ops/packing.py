@@ -232,7 +232,7 @@ def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPl
 def layouts(tensors: Iterable[Any]) -> list[Any]:
     """Return the dtypes, devices, shapes and strides of tensors, to compare: equal lists have equal packs."""
     some = list(tensors)
-    return [LAYOUT(tensor) for tensor in some] + [tensor.stride() for tensor in some]
+    return [*map(LAYOUT, some), *map(sys.modules["torch"].Tensor.stride, some)]
 
 
 def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:

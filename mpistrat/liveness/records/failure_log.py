@@ -187,7 +187,10 @@ class FailureLog:
         nodes = self._nodes
         _write(file, failure)
         if nodes is not None:
-            tell = functools.partial(nodes.tell_failure, failure)
+
+            def tell() -> None:
+                nodes.tell_failure(failure)
+
             within(deadlines.RANK_WAITS_FOR_SENDING_OF_FAILURE, tell)
 
     @contextlib.contextmanager

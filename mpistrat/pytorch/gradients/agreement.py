@@ -180,9 +180,12 @@ class StepAgreement:
                 words += [piggyback.words() for piggyback in piggybacks]
         flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
-        lengths = [len(part) for part in words]
-        ends = list(itertools.accumulate(lengths))
-        parts = np.split(flags, ends[:-1])
+        starts: list[int] = []
+        length = 0
+        for part in words[:-1]:
+            length += len(part)
+            starts.append(length)
+        parts = np.split(flags, starts)
         first, equal, opposite, used, written, watched, *maxima = parts
         communicates, single_threaded = first
         # If all ranks have the same number, MAX(n) equals -MAX(-n).

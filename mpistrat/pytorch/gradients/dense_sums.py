@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,8 @@ from mpistrat.pytorch.gradients.buckets import cut
 from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
+
+_IS_CPU = operator.attrgetter("is_cpu")
 
 
 class DenseSums:
@@ -50,11 +53,12 @@ class DenseSums:
         parameters = step.parameters
         gradients = [backward.gradients for backward in steps]
         reduction_of = functools.partial(self._reduction, step)
-        if all(parameters[slot].is_cpu for slot in slots):
+        # Maps of C functions: a generator would be a frame of Python for each parameter.
+        like = list(map(parameters.__getitem__, slots))
+        if all(map(_IS_CPU, like)):
             self.spent = step.gradients
             return self._all_reduce_packs(self._packer, parameters, slots, gradients, reduction_of)
         parts = [slots]
-        like = [parameters[slot] for slot in slots]
         if any(is_on_gpu(parameter) for parameter in like):
             nbytes = self._options.bytes_per_pack or bucket_bytes(like)
             parts = cut(slots[::-1], parameters, nbytes)

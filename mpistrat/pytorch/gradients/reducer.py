@@ -212,15 +212,19 @@ class GradientReducer:
         """
         rule = self._parts.rule
         call = f"backward() over {self.count} replicas"
-        parameters = [slot.reference() for slot in self.registry.slots]
+        parameters = []
+        some = None
+        for slot in self.registry.slots:  # no comprehension: each is a call more, in every backward
+            parameter = slot.reference()
+            parameters.append(parameter)
+            if some is None:  # `parameter` is None, too, if it was garbage-collected
+                some = parameter
         in_block = per_thread.modes[-1].in_block
         scale = None
         synchronizes = id(self) not in _not_synchronizing.get()
         if in_block:
             _check_mirrors(parameters, call)
             rule.default_to_mean(call)
-        # None stands for a parameter that was garbage-collected.
-        some = next((p for p in parameters if p is not None), None)
         if synchronizes and some is not None:  # a model of sharded parameters alone needs no rule
             chosen = rule.chosen or rule.decided(call)
             if chosen == "mean":
@@ -259,7 +263,10 @@ class GradientReducer:
                 check()
                 if buckets is not None:
                     step.sent = buckets.finish()
-            step.gradients = [getattr(p, "grad", None) for p in step.parameters]
+            gradients = []
+            for parameter in step.parameters:
+                gradients.append(getattr(parameter, "grad", None))
+            step.gradients = gradients
             if self.registry.buffers:
                 step.buffers = buffers.snapshot(self.registry)
 
