@@ -1,7 +1,8 @@
 """scripts/train_digits.py without its picture, and what became of its parameters and gradients.
 
-Arguments: the file that rank 0 saves those after the first epoch in, and the arguments of the script; the training ends
-there with `--one-epoch`. Each rank writes a line of JSON, with a digest of those at the end.
+Arguments: the file that rank 0 saves those after the first epoch in, and the arguments of the script. With
+`--one-epoch` the model computes in float64, and the training ends after the first epoch. Each rank writes a line of
+JSON, with a digest of those at the end.
 """
 
 import hashlib
@@ -39,6 +40,9 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
 def remembered() -> Any:
     """A model that keeps a copy of its tensors when it is tested for the first time."""
     model: Any = build()
+    if one_epoch:
+        model.double()
+        model.register_forward_pre_hook(lambda _, images: (images[0].double(),))
     models.append(model)
     test = model.eval
 
