@@ -119,8 +119,7 @@ def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
         return fn(argument)
     if isinstance(argument, (list, tuple)):
         children = [_mapped(fn, child) for child in argument]
-        pairs = zip(children, argument, strict=True)
-        if any(new is not old for new, old in pairs):
+        if any(new is not old for new, old in zip(children, argument, strict=True)):
             return nest.rebuild(argument, children)
     return argument
 

@@ -22,7 +22,7 @@ def draw() -> Figure:
 
 
 def place_of(rank: int, top: float, ranks: int = 1) -> tuple[float, float, float, float]:
-    """Of a box that begins at the column of `rank` and is as wide as so many columns."""
+    """Of a box that begins at the column of `rank` and spans `ranks` columns."""
     return (LEFT + WIDTH * rank, top, WIDTH * ranks - 1.5, 6)
 
 

@@ -164,8 +164,8 @@ class Checkpoint:
         earlier version of the program may have saved such a checkpoint. An object with `either_state_suffices = True`
         gets only its common state if the checkpoint has no state of ranks for it.
 
-        If `state["local"]` has a state of an object, it is that object's only state of ranks, as this rank's, instead
-        of the states in `state["ranks"]`.
+        If `state["local"]` has a state of an object, the object gets this state as this rank's, and no state from
+        `state["ranks"]`.
 
         Called by: every rank.
         Raises: before anything is loaded, KeyError if the state of an object is missing, and ValueError on all ranks if

@@ -24,7 +24,7 @@ from mpistrat.checkpoint.manifest import Manifest, read_manifest
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = ".unfinished-"
 _DELETED = ".deleted-"
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.WeakValueDictionary()
 
 
@@ -131,7 +131,7 @@ class DirectoryLock:
                 "is like a job of its own.) Give each job a directory of its own, or wait until that job has ended"
             ) from None
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in _LOCKS_UNSUPPORTED:
                 raise
             self.held = False
         with contextlib.suppress(OSError):  # a text for the error message above

@@ -36,8 +36,9 @@ def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
             "state_dict() must be arrays"
         )
     size = checksum = 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with naming(path, lambda: f"{size} of {total} bytes are written, {free_bytes(path)}"):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.open(path, flags, 0o600)
         try:
             os.fchmod(file, 0o600)  # whatever the umask
             for rest in views:

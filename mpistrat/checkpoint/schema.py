@@ -29,8 +29,7 @@ def check(value: Any, schema: Schema, name: str) -> None:
     """Compare `value` with `schema`, and raise an error if it does not fit.
 
     Args:
-        schema: a schema as this module describes it. A function in it rejects a value by raising any error; its result
-            does not count. The one element of a list is the schema of all elements of the value.
+        schema: a schema as this module describes it. The result of a function in it does not count.
         name: name of `value`, for the message.
     Raises: ValueError for the first part of `value` that does not fit, with the path to that part: "model.steps.0".
     """

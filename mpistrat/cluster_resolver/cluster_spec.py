@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_Tasks = tuple[tuple[int, str], ...]  # (index, address) of each task of a job
+_TaskDefs = tuple[tuple[int, str], ...]  # (index, address) of each task of a job
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class ClusterDef:
     """The jobs of a ClusterSpec as nested tuples. It can be pickled, compared and hashed."""
 
     # (("worker", ((0, "n1:8888"), (1, "n2:8888"))),)
-    jobs: tuple[tuple[str, _Tasks], ...]
+    jobs: tuple[tuple[str, _TaskDefs], ...]
 
 
 class ClusterSpec:

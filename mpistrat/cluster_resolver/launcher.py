@@ -285,8 +285,8 @@ def _deciding_claim(
     """
     claims = list(_claims(environ, library_family(version)))
     for claim in claims:
-        is_mpis = (claim.size, claim.rank) == (world_size, world_rank)
-        if world_size > 1 and is_mpis:
+        matches_mpi = (claim.size, claim.rank) == (world_size, world_rank)
+        if world_size > 1 and matches_mpi:
             return claim
         if world_size == claims[0].size == 1 and _denies_that_it_is_alone(claim, environ):
             return claim

@@ -72,9 +72,9 @@ def communicator_for(
 def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
     """Return a new communicator of the package over `comm`. Nobody else may use `comm` from now on. Collective.
 
-    If rank 0's environment names a trace folder (MPISTRAT_TRACE), each rank records its calls on its timeline, and
-    begins its part of the trace there if it has none. From now on, the job ends when a rank of `comm` fails or leaves
-    early.
+    If rank 0's environment names a trace folder (MPISTRAT_TRACE), each rank records its calls on its timeline. A rank
+    without a timeline begins one in this folder. With MPI_THREAD_MULTIPLE, the job ends from now on when a rank of
+    `comm` fails or leaves early.
 
     Args: check: "always": ranks compare their calls; "never": they do not.
     Raises: TopologyError on all ranks if one of them cannot write to the trace folder.

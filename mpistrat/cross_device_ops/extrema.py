@@ -45,7 +45,7 @@ def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
     combine = {
         ReduceOp.MAX: xp.maximum,
         ReduceOp.MIN: xp.minimum,
-        ReduceOp.PRODUCT: xp.multiply,
+        ReduceOp.PRODUCT: operator.mul,
     }
     return functools.reduce(combine[op], values)
 
@@ -86,8 +86,8 @@ def restored(op: ReduceOp, total: Array, like: Any) -> Array:
     return arrays.cast(xp.asarray(total, device=api.device(total)), component.dtype)
 
 
-def product(factors: Sequence[Array]) -> Array:
-    """Multiply `factors`, arrays of one shape, one after the other."""
+def product(factors: Array) -> Array:
+    """Multiply the elements along the first axis, one after the other. Returns: an array without that axis."""
     return functools.reduce(operator.mul, factors)
 
 

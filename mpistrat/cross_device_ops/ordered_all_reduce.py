@@ -159,7 +159,7 @@ class OrderedAllReduce(MpiAllReduce):
         first = sum(counted[: self.communicator.rank])
         of_rank = tree_of_replicas(sum(counted), first, first + len(values))
         tree = tree_of_ranks(counted)
-        length = sum(map(arrays.num_elements, like))
+        length = sum(arrays.num_elements(array) for array in like)
         # If any rank has several replicas, 16-bit floats are summed as float32, and rounded once, at the end.
         short = arrays.dtype_name(like[0]).startswith(SUMMED_AS_FLOAT32)
         widens = short and max(counted) > 1

@@ -87,7 +87,7 @@ class PreemptionCheckpointHandler:
             raise NotImplementedError(_SERVERS)
         after_steps = _after_steps_of(self._manager.checkpoint)
         self._config = completed(termination_config, detect_platform())
-        communicator = self._communicator = extended.communicator
+        self._communicator = extended.communicator
         self._job = slurm_job()
         self._counter = _Counter()
         self._manager.checkpoint.objects[STEPS_OF_HANDLER] = self._counter
@@ -96,7 +96,7 @@ class PreemptionCheckpointHandler:
         # Once the last checkpoint is written: the message with which the program ends.
         self._saved: str | None = None
         self._is_over = False
-        self._end = AnnouncedEnd(self._config, self._job, keeps_time=communicator.rank == 0)
+        self._end = AnnouncedEnd(self._config, self._job, keeps_time=self._communicator.rank == 0)
         began = time.monotonic()
         restored = self._manager.restore_or_initialize()
         if restored is not None:  # the best estimate until a checkpoint is saved

@@ -341,8 +341,8 @@ class DistributedIterator(Iterator[Any]):
     def __next__(self) -> Any:
         """Return this rank's next step: a batch, or `PerReplica` batches with several replicas. Called by: every rank.
 
-        It also begins to read later steps. Inside `Strategy.replica()` the call ends the step before: it calls the
-        methods in `after_steps`.
+        If batches are copied to a device, it also reads later steps and begins to copy them. Inside
+        `Strategy.replica()` the call ends the step before: it calls the methods in `after_steps`.
 
         Raises:
             StopIteration: after the last step.

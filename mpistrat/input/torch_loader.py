@@ -220,9 +220,7 @@ def _draw_no_second_seed(loader: data.DataLoader[Any], epoch: int) -> None:
     """
     starts = loader.persistent_workers and loader._iterator is None
     if epoch and starts and not isinstance(loader.dataset, data.IterableDataset):
-        device = torch.get_default_device()
-        if loader.generator:
-            device = loader.generator.device
+        device = loader.generator.device if loader.generator else torch.get_default_device()
         seed = (torch.initial_seed() + epoch) % (1 << 63)
         loader.generator = torch.Generator(device).manual_seed(seed)
 

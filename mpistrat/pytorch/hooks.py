@@ -140,10 +140,10 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
     parameter.requires_grad_(required)
     others = parameter._post_accumulate_grad_hooks
     # The engine calls hooks in the order of their insertion into the dictionary. `move_to_end` does not change that.
-    own = {handle.id: others.pop(handle.id)}
-    own.update(others)
+    ordered = {handle.id: others.pop(handle.id)}
+    ordered.update(others)
     others.clear()
-    others.update(own)
+    others.update(ordered)
 
 
 @contextlib.contextmanager

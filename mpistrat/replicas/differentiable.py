@@ -53,7 +53,7 @@ class DifferentiableAllGather(torch.autograd.Function):
         first = starts.index_select(0, replica_id.reshape(1))
         ctx.call = (context, axis, options, first, value.shape[axis])
         if extended.num_replicas_in_sync == 1:
-            return gathered.clone()  # of `value` itself: autograd needs another tensor
+            return gathered.clone()  # it is `value` itself, and autograd needs another tensor
         return gathered
 
     @staticmethod

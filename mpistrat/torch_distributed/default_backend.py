@@ -65,12 +65,12 @@ def replace_functions(*, keeps_backend: bool) -> None:
       The function raises ValueError if rank or world_size differ from MPI's. If the group has all ranks, its rank 0
       prints the number of ranks and nodes, and the backend.
     - `new_group` does the same for a further group, if the default group is on our backend.
-    - `get_backend` returns the name that the program asked for, in place of "mpistrat". Modules of torch that refuse a
-      backend, or use CUDA, because of the name alone get another name.
+    - `get_backend` returns the name that the program asked for, in place of "mpistrat". Some modules of torch get
+      another name, because they refuse a backend, or use CUDA, by its name.
     - `get_backend_config` returns that name for each type of device: "cpu:gloo,cuda:gloo".
 
-    In a job of several ranks, rank 0 also prints a notice once, when an optimizer steps while
-    `default_group.is_wanted()`: never under `mpistrat run --keep-backend`.
+    In a job of several ranks, rank 0 also prints a notice once if an optimizer steps and torch has no default group;
+    not under `mpistrat run --keep-backend`.
 
     Called by: every rank of `mpistrat run`, once, before the program runs.
     Args: keeps_backend: whether groups stay on the backends that the program names. Then only `init_process_group` is

@@ -254,9 +254,11 @@ class MpistratProcessGroup(dist.ProcessGroup):
             return collective.by_native(self._native.of(device), operands, opts)
         result = tensors
         if collective.gathers:
-            result = [out for outs in operands[0] for out in outs]
+            result = []
+            for outs in operands[0]:  # a comprehension would be a call of its own, here and below
+                result += outs
         arguments = [self._collectives, *operands]
-        for field in collective.fields:  # a comprehension would be a call of its own
+        for field in collective.fields:
             arguments.append(getattr(opts, field))
         return self._calls.run(opts.asyncOp, result, collective.make, *arguments)
 

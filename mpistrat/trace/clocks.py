@@ -95,9 +95,9 @@ class Alignment:
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:
-        by_time = {comparison.at: comparison for comparison in comparisons}
-        self._first = by_time[min(by_time)]
-        self._last = by_time[max(by_time)]
+        ordered = sorted(comparisons, key=lambda comparison: comparison.at)
+        self._first = ordered[0]
+        self._last = ordered[-1]
         self.error = max(self._first.error, self._last.error)
 
     def __call__(self, time: int) -> int:

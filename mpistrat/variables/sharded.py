@@ -197,7 +197,7 @@ class Division:
         return [whole[start:end] for start, end in bounds]
 
     def slices(self, whole: IndexedSlices, method: str) -> list[IndexedSlices]:
-        """Return the part of `whole` for each shard, also if it has no rows. Raises: the errors of `owners`."""
+        """Return a part of `whole` for each shard; a part may have no rows. Raises: the errors of `owners`."""
         positions, owners = self.owners(whole.indices, method)
         parts = []
         for shard, offset in enumerate(self.offsets):

@@ -150,7 +150,9 @@ def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
     if not arrays.is_integer(array):
         return True
     limits = np.iinfo(name)
-    return limits.min <= int(numbers.min()) and int(numbers.max()) <= limits.max
+    least = int(numbers.min())
+    greatest = int(numbers.max())
+    return limits.min <= least and greatest <= limits.max
 
 
 def _kinds_that_fit(array: Array) -> str:

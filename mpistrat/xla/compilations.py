@@ -90,8 +90,7 @@ class Compilations:
             graphs: number of graphs that XLA compiled in this call; 0 if none.
         """
         code = _code_of(fn)
-        kinds = [_kind_of(leaf) for leaf in nest.flatten(arguments)]
-        call = (code, *kinds)
+        call = (code, *map(_kind_of, nest.flatten(arguments)))
         if not graphs and call in self._known:
             return  # nearly every call ends here, so the lines above must be fast
         self._known.add(call)

@@ -72,7 +72,8 @@ class CoreValues:
         Returns: one tensor per core, of the shape and dtype of `value`, without autograd history.
         """
         numbers = torch.arange(self._count, device=self._device)
-        is_here = (numbers == self.number()).view(self._count, *(1,) * value.ndim)
+        shape = (self._count, *(1,) * value.ndim)
+        is_here = (numbers == self.number()).view(shape)
         # Each core makes a table with its value in its row and zeros in the other rows; the sum of these tables has all
         # values. This is done because GSPMD handles slices of a spread tensor badly, or not at all.
         number = value.detach()

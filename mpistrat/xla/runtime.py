@@ -232,7 +232,9 @@ class Runtime:
         self.layouts = Layouts(self._native, self)
         self.spmd = False
         self.cores_of_ranks: Sequence[Sequence[int]] = []
-        self.around_cut: Callable[[Sequence[Any]], Any] = contextlib.nullcontext
+        self.around_cut: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
+            contextlib.nullcontext
+        )
 
     # Devices
 
@@ -250,14 +252,14 @@ class Runtime:
         names = set(self._native._xla_get_runtime_devices())
         everywhere = self._runtime.global_runtime_device_attributes()
         found = []
-        for attributes in everywhere:
-            if attributes["name"] not in names:
-                continue
-            if "coords" not in attributes:
-                return None
-            x, y, z = map(int, attributes["coords"])
-            core = int(attributes.get("core_on_chip", 0))
-            found.append((x, y, z, core))
+        try:
+            for attributes in everywhere:
+                if attributes["name"] in names:
+                    x, y, z = map(int, attributes["coords"])
+                    core = int(attributes.get("core_on_chip", 0))
+                    found.append((x, y, z, core))
+        except KeyError:
+            return None
         return found
 
     def own_devices(self) -> list[int]:

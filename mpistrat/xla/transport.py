@@ -179,11 +179,7 @@ def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
     import torch
 
     try:
-        numbers = torch.tensor(
-            [rank + 1, rank * rank],
-            dtype=torch.float32,
-            device="cpu",
-        )
+        numbers = torch.tensor([rank + 1, rank * rank], dtype=torch.float32, device="cpu")
         (operand,) = runtime.put([numbers], runtime.device(0))
         (total,) = runtime.all_reduce("sum", [operand])
         return [float(value) for value in runtime.fetch([total])[0]]

@@ -86,7 +86,8 @@ class SharedMemoryAgreement(CallAgreement):
         self._fence = fence
         self._words = watch.record.words
         self._position = watch.slot + WORD
-        self._peers = [(words, slot + WORD) for words, slot in watch.peers or ()]
+        peers = watch.peers or ()
+        self._peers = [(words, slot + WORD) for words, slot in peers]
         self._reads = range(1 if watch.crowded else _READS_BEFORE_WAITING)
 
     def agree(self, calls: int, stamp: int) -> bool:

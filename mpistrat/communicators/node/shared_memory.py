@@ -77,7 +77,7 @@ def share(
 def _all_mapped(files: Sequence[tuple[int, int, str]], rank: int, nbytes: int) -> list[np.ndarray]:
     """Map the segments of all ranks, in rank order.
 
-    Args: files: for each rank, its process id, its segment's open descriptor, and "".
+    Args: files: for each rank, its process id, its segment's open descriptor, and the reason why it has none: "" here.
     """
     segments = []
     for peer, (pid, descriptor, _) in enumerate(files):

@@ -101,8 +101,10 @@ class SmallReduceScatter(SmallAllReduce):
         shape = tuple(operands.target.shape)
         length = shape[0] if shape else 1
         rows = slice(slots.rank * length, (slots.rank + 1) * length)
-        for pieces in self._pieces:
-            pieces[:] = [piece[rows].reshape(shape) for piece in pieces]
+        even, odd = self._pieces
+        even = [piece[rows].reshape(shape) for piece in even]
+        odd = [piece[rows].reshape(shape) for piece in odd]
+        self._pieces = even, odd
 
 
 class SmallBroadcast(SmallCall):

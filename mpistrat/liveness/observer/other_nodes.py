@@ -138,10 +138,9 @@ class OtherNodes:
         message = self._left
         if message is None:
             return
-        # For the number of this rank's last call on the communicator, when the rank entered the call (0: it returned).
-        group = message.group
         slots = self._record.slots()
-        entered = {slot.calls: slot.since for slot in slots if slot.group == group}
+        # For the number of this rank's last call on the communicator, when the rank entered the call (0: it returned).
+        entered = {slot.calls: slot.since for slot in slots if slot.group == message.group}
         if min(entered, default=message.call) < message.call:
             return  # this rank has not entered the collective yet
         since = entered.get(message.call, 0)

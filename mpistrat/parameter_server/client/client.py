@@ -134,7 +134,8 @@ class Client:
         for address, out in wanted:
             spec = address.spec
             self.used[address.key] = address
-            self.bytes_pulled += spec.nbytes
+            nbytes = spec.nbytes
+            self.bytes_pulled += nbytes
             table = self._memory.table(address)
             if table is not None and table.copy_to(out):
                 continue
@@ -143,8 +144,8 @@ class Client:
             region = None
             target = None
             if table is not None and self._memory.buffers_for(holder):
-                region = self._memory.buffers.take(spec.nbytes)
-                target = SharedTensor(region.part(0, spec.nbytes).handle, spec)
+                region = self._memory.buffers.take(nbytes)
+                target = SharedTensor(region.part(0, nbytes).handle, spec)
             body = address.key, target
             call = self.routes.call(address.server, messages.PULL, body, holder)
             calls.append((out, spec, region, call))

@@ -69,8 +69,8 @@ def join_job(
         share_cores(communicator, topology)
         job = ServerJob(resolver.comm, topology, roles, replication > 1)
         bound = bind(communicator, topology, checked)
-    is_first = roles.rank == job.trainers[0]
-    if is_first and replication > 1 and not job.outlives_ranks:
+    is_first_trainer = roles.rank == job.trainers[0]
+    if is_first_trainer and replication > 1 and not job.outlives_ranks:
         warnings.warn(
             f"replication={replication} is of no use here, because the death of any rank ends the job: "
             f"{job.why_not_fault_tolerant}",

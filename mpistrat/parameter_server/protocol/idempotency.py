@@ -93,7 +93,7 @@ class UpdateNumbers:
 
 
 _Outcome = InlineTensor | Exception | None
-_Update = tuple[int, int]  # array, number
+_UpdateKey = tuple[int, int]  # array, number
 
 
 class IdempotencyCache:
@@ -101,7 +101,7 @@ class IdempotencyCache:
 
     def __init__(self) -> None:
         # By closure or session, then by update.
-        self._outcomes: dict[int, dict[_Update, _Outcome]] = {}
+        self._outcomes: dict[int, dict[_UpdateKey, _Outcome]] = {}
         self._over_before = 0  # the id before which all closures have ended
 
     def __len__(self) -> int:

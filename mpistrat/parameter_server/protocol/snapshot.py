@@ -58,7 +58,7 @@ class ChangeLock:
 
         Args: push: the push that the change is a part of; None for a change of one server.
         """
-        part = push and (source, push.number, push.part)
+        part = None if push is None else (source, push.number, push.part)
         admitted = part in self._admitted
         if self._holder not in (None, source) and not admitted:
             self._held.append((source, push, work, args))

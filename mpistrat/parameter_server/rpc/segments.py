@@ -134,14 +134,14 @@ class Buffers:
                 self._free.setdefault(region.handle.nbytes, []).append(region)
 
 
-_File = tuple[int, int, int]  # the first fields of a RegionHandle
+_FileKey = tuple[int, int, int]  # the first fields of a RegionHandle
 
 
 class Mappings:
     """Regions of other processes' memory, mapped into this process."""
 
     def __init__(self) -> None:
-        self._files: dict[_File, np.ndarray] = {}
+        self._files: dict[_FileKey, np.ndarray] = {}
 
     def at(self, handle: RegionHandle) -> np.ndarray:
         """Return the region as a uint8 array in the shared memory itself. The region's file is mapped once, and kept.

@@ -59,7 +59,7 @@ class Rounds:
         self._clock.look()
 
     def _in_lock(self, work: Callable[[int, int], None]) -> Callable[[int, Any], None]:
-        """Return the handler of a notice about steps; it calls `work(worker, steps)`, a change, as the lock lets it."""
+        """Return a handler of notices about steps: it calls `work(worker, steps)` once the lock lets it pass."""
 
         def handle(source: int, body: tuple[int, messages.Push | None]) -> None:
             steps, push = body
@@ -290,7 +290,7 @@ def _description(table: Table) -> Any:
 
 
 def _replying(read: Callable[[Any, Any], Any]) -> Callable[[Request], None]:
-    """Return a handler that replies with the result of `read`; the request's body has its two arguments."""
+    """Return a handler that replies with the result of `read`. The request's body has the two arguments of `read`."""
 
     def handle(request: Request) -> None:
         place, wanted = request.body
@@ -300,7 +300,7 @@ def _replying(read: Callable[[Any, Any], Any]) -> Callable[[Request], None]:
 
 
 def _refusing(handler: Callable[[Request], None]) -> Callable[[Request], None]:
-    """Return a handler that calls `handler`; if that raises an Exception, it replies with the error."""
+    """Return a handler that calls `handler`, and replies with the error if `handler` raises an Exception."""
 
     def handle(request: Request) -> None:
         try:

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.server import server_optimizers
 
 
-_Optimizer = tuple[int, int]  # optimizer number, array key
-_Step = tuple[
-    int, int, int
-]  # optimizer number, array key, number of the worker's earlier steps in the round
+_OptimizerKey = tuple[int, int]  # its number, and the key of its array
+_StepKey = tuple[int, int, int]  # also the number of the worker's earlier steps in the round
 
 
 class ServerOptimizers:
@@ -48,8 +46,8 @@ class ServerOptimizers:
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[_Optimizer, server_optimizers.ServerOptimizer] = {}
-        self.pending: dict[int, dict[_Step, _Pending]] = {}
+        self.by_key: dict[_OptimizerKey, server_optimizers.ServerOptimizer] = {}
+        self.pending: dict[int, dict[_StepKey, _Pending]] = {}
 
     def step(
         self, key: int, table: Table, step: GradientMethod, gradient: Any, worker: int

@@ -198,7 +198,7 @@ def with_servers(
     replicas = Replicas(strategy, group, CrossReplicaOps(group))
 
     def place(name: str, tensor: Any) -> list[Address]:
-        if coordinated and len(devices) > 1:
+        if coordinated and replicas_here > 1:
             raise NotImplementedError(
                 "torch modules in the scope of a ParameterServerStrategy whose workers have several devices each: "
                 "give each device a worker of its own"

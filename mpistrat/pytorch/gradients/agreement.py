@@ -165,16 +165,14 @@ class StepAgreement:
             self._layouts = layouts
             self._digest = zlib.crc32(self._described(layouts).encode()) >> 1
         uses = zlib.crc32(unused.tobytes()) >> 1
-        compared = [*counts, sharded.first, self._digest, uses]
-        equal = np.array(compared, np.int32)
+        equal = np.array([*counts, sharded.first, self._digest, uses], np.int32)
         communicated = len(replicas) == 1 and replicas[0].communicated
         is_single_threaded = not self._communicator.thread_multiple
         flags_of_run = [communicated, is_single_threaded]
         written: Any = ()
         if self._registry.buffers:
             written = buffers.flags_of([backward.buffers for backward in replicas])
-        words: list[Any] = [flags_of_run, equal, -equal, kinds]
-        words += [written, self._parts.watched]
+        words: list[Any] = [flags_of_run, equal, -equal, kinds, written, self._parts.watched]
         if piggybacks:
             with self._communicator.raising_together():
                 words += [piggyback.words() for piggyback in piggybacks]

@@ -53,7 +53,7 @@ class DenseSums:
         parameters = step.parameters
         gradients = [backward.gradients for backward in steps]
         reduction_of = functools.partial(self._reduction, step)
-        # Maps of C functions: a generator would be a frame of Python for each parameter.
+        # Maps of C functions: a generator would run Python code for each parameter.
         like = list(map(parameters.__getitem__, slots))
         if all(map(_IS_CPU, like)):
             self.spent = step.gradients
@@ -66,7 +66,7 @@ class DenseSums:
         for part in parts:
             sums |= self._all_reduce_packs(self._packer, parameters, part, gradients, reduction_of)
             if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
-                let_go([step.gradients[slot] for slot in part])
+                let_go(map(step.gradients.__getitem__, part))
                 for slot in part:
                     step.gradients[slot] = parameters[slot].grad = None
         return sums

@@ -214,7 +214,7 @@ class GradientReducer:
         call = f"backward() over {self.count} replicas"
         parameters = []
         some = None
-        for slot in self.registry.slots:  # no comprehension: each is a call more, in every backward
+        for slot in self.registry.slots:  # no comprehension: before Python 3.12 it is a call more
             parameter = slot.reference()
             parameters.append(parameter)
             if some is None:  # `parameter` is None, too, if it was garbage-collected
@@ -379,10 +379,8 @@ class GradientReducer:
 
     def explain(self) -> str:
         """Return lines for people: the rule (mean or sum), overlap, and the wire format if there is one."""
-        lines = [str(self._parts.rule), self.overlap.explain()]
-        if self.wires.has_format:
-            lines.append(self.wires.explain())
-        return "\n".join(lines)
+        lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
+        return "\n".join([line for line in lines if line])
 
     def _reduce(
         self, steps: list[ReplicaBackward], agreed: AgreedGradients

@@ -101,8 +101,7 @@ def reduce(
         _tell_of([slots[i] for i in different], parts.group.communicator.rank)
     copies: _Copies = {}
     groups: _Groups = {rule: [] for rule in RULES}
-    is_reduced = (numbers > 0) & (shapes == -negatives)
-    for i in np.flatnonzero(is_reduced).tolist():
+    for i in np.flatnonzero((numbers > 0) & (shapes == -negatives)).tolist():
         tensors: list[Any] = [taken[i][0] for taken in snapshots]
         rule = slots[i].rule or "mean"
         if rule == "mean" and not is_inexact(tensors[0]):

@@ -218,7 +218,7 @@ def numbers_of(value: Any) -> Any:
 
 def _steps_of(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> str:
     states = [state for p in parameters if (state := optimizer.state.get(p))]
-    steps = [state["step"] for state in states if "step" in state]
+    steps = [step for state in states if (step := state.get("step")) is not None]
     on_host = [float(step) for step in steps if not is_on_accelerator(step)]
     made = f" after {max(on_host):g} steps" if on_host else ""
     return f"the state of {len(states)} parameters{made}"

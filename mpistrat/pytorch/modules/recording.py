@@ -27,8 +27,8 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 def _watch_registrations() -> None:
     """Have all recorders hear of each parameter, buffer and submodule that any module of the process gets.
 
-    They hear by torch's three global registration hooks, and of the module of a `DistributedDataParallel` already
-    before its constructor, because the constructor looks for a process group before it registers the module.
+    Torch's three global registration hooks tell them. The constructor of `DistributedDataParallel` looks for a process
+    group before it registers its module, so a fourth hook tells them of that module before the constructor.
     Nothing of this is removed. Torch iterates over its hooks, and the garbage collector may free a strategy meanwhile.
     """
     hooks.register_module_parameter_registration_hook(_see)

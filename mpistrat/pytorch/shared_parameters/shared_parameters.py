@@ -70,15 +70,15 @@ class SharedParameters:
         Called by: each reduction of gradients, and each optimizer step.
         Raises: RuntimeError if one has. The other ranks raise CollectiveMismatchError in their next collective.
         """
-        moved = [parameter for parameter in parameters if self.has_moved(parameter)]
-        if moved:
-            self.communicator.raise_together(
-                RuntimeError(
-                    f"a shared parameter of shape {list(moved[0].shape)} was given other memory inside run, by "
-                    "`.data = …` or a module's .to(). Do this outside run: the next run shares the parameter again. Or "
-                    "write in place: parameter.copy_(…)"
+        for parameter in parameters:
+            if self.has_moved(parameter):
+                self.communicator.raise_together(
+                    RuntimeError(
+                        f"a shared parameter of shape {list(parameter.shape)} was given other memory inside run, by "
+                        "`.data = …` or a module's .to(). Do this outside run: the next run shares the parameter "
+                        "again. Or write in place: parameter.copy_(…)"
+                    )
                 )
-            )
 
     def share(self, parameters: Sequence[torch.Tensor], registry: Registry) -> None:
         """Move `parameters` to shared memory, unless they are there already. Collective.
@@ -330,7 +330,7 @@ def _parts(places: dict[int, ParameterPages], earlier: Container[int]) -> list[B
     last page; the bytes behind the parameter are zeros on all ranks.
     Args:
         places: the place of each parameter, by slot.
-        earlier: slots of the parameters with an earlier gradient in their places, that the sum is added to.
+        earlier: slots of the parameters with an earlier gradient. The sum is added to it.
     """
     parts: list[ByteRange] = []
     # The dtype, `added` and first byte of a place that the last range can take in.

@@ -166,7 +166,7 @@ class _Slices:
         return twin
 
     def _find_slices(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Find the slices of the parameters that are shared now. Others get private copies of their shared state."""
+        """Make a slice of each shared parameter. One that is no longer shared gets a private copy of its state."""
         for parameter in parameters:
             place = self._shared.place_of(parameter)
             part = self._slices.get(parameter)

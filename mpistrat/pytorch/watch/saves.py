@@ -20,9 +20,9 @@ _with_rounding: weakref.WeakSet[AnyStrategy] = weakref.WeakSet()  # rank 0 has t
 def divergence_at_save(strategy: AnyStrategy, saved: Mapping[str, Any]) -> DivergenceError | None:
     """Compare all bits of arrays. `Checkpoint.check_alike` compares numbers. Collective.
 
-    Rank 0's setting MPISTRAT_ON_DRIFT decides whether the ranks compare. For an error the watch looks for its cause.
-    A program without torch has variables alone. Rank 0 tells once of differences that are no larger than rounding, as
-    between two kinds of processors.
+    Rank 0's setting MPISTRAT_ON_DRIFT decides whether the ranks compare. If there is an error, the watch looks for its
+    cause. A program without torch has variables alone. Rank 0 tells once of differences that are no larger than
+    rounding, as between two kinds of processors.
     Called by: `CheckpointManager.save`, on every rank.
     Returns: the error for larger differences, equal on all ranks; None if there are none, or nothing is compared.
     """

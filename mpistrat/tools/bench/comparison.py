@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -153,9 +153,12 @@ def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contesta
         ours.all_reduce(values, out=result)
         return result
 
-    def over_itself() -> Array:
-        ours.all_reduce(in_place)
-        return in_place
+    def in_place_of(buffer: Array) -> Callable[[], Array]:
+        def reduce() -> Array:
+            ours.all_reduce(buffer)
+            return buffer
+
+        return reduce
 
     def by_plain_copies() -> Array:
         host = arrays.to_host(in_place)
@@ -170,7 +173,7 @@ def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contesta
     contestants: Contestants = {
         **of_peers,
         "ordinary": into_another,
-        "ordinary, in place": over_itself,
+        "ordinary, in place": in_place_of(in_place),
         COPY: copy,
     }
     if not device.is_host:
@@ -178,12 +181,7 @@ def all_reduce_contestants(nbytes: int, device: Device = HOST) -> tuple[Contesta
     elif (memory := ours.memory.window_buffer(values.nbytes)) is not None:
         window = memory.view(np.float32)
         window[:] = values
-
-        def in_the_window() -> Array:
-            ours.all_reduce(window)
-            return window
-
-        contestants["in the window"] = in_the_window
+        contestants["in the window"] = in_place_of(window)
     return contestants, left_out
 
 

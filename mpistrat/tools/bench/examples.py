@@ -97,9 +97,9 @@ def batches(
     return _epochs(distributed)
 
 
-def _epochs(batches: Iterable[Batch]) -> Iterator[Batch]:
+def _epochs(dataset: Iterable[Batch]) -> Iterator[Batch]:
     while True:
-        yield from batches
+        yield from dataset
 
 
 def _dataset(model: Model, source: str) -> Pictures | Text:

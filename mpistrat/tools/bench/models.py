@@ -98,7 +98,8 @@ def resnet50(classes: int = 1000) -> nn.Module:
     Most benchmarks mean v1.5: a bottleneck that halves the picture's height and width does so in its 3x3 convolution,
     not in the 1x1 convolution before it.
     """
-    stem = [_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
+    pool = nn.MaxPool2d(3, 2, padding=1)
+    stem = [_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), pool]
     blocks: list[nn.Module] = []
     inputs = 64
     stride = 1

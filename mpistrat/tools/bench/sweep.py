@@ -129,9 +129,8 @@ def _copying(communicator: Communicator, nbytes: int, calls: int, device: Device
     Args: calls: the number of turns, at most 50 of them; turns to warm up come before, and do not count.
     Returns: the median of the turns, the same number on all ranks.
     """
-    ones = np.ones(nbytes, np.uint8)
-    source = device.array(ones)
-    target = device.array(ones)
+    source = device.array(np.ones(nbytes, np.uint8))
+    target = device.array(np.ones(nbytes, np.uint8))
 
     def copy() -> None:
         target[:] = source

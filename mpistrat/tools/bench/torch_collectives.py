@@ -137,8 +137,14 @@ def compare_calls(
     for name in names:
         kind = CALLS[name]
         for nbytes in sizes:
-            calls = {backend: kind(group, nbytes, device) for backend, group in groups.items()}
-            rows.append(compare_call(name, calls, num_rounds))
+            # No name holds the calls: their tensors go before those of the next size are made.
+            rows.append(
+                compare_call(
+                    name,
+                    {backend: kind(group, nbytes, device) for backend, group in groups.items()},
+                    num_rounds,
+                )
+            )
     return rows
 
 

@@ -318,11 +318,8 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Findin
 
 
 def _nccl_versions(nodes: list[_Node]) -> Findings:
-    hosts: dict[str, list[str]] = {}
-    for name, _, gpus in nodes:
-        if gpus.nccl_loaded:
-            version = gpus.nccl_loaded[0][1]
-            hosts.setdefault(version, []).append(name)
+    versions = [(gpus.nccl_loaded[0][1], name) for name, _, gpus in nodes if gpus.nccl_loaded]
+    hosts = grouped(versions)
     if len(hosts) > 1:
         on_hosts = [f"{version} on {', '.join(names)}" for version, names in hosts.items()]
         listed = "; ".join(on_hosts)

@@ -170,12 +170,13 @@ def slower_than_others(rates: _Rates) -> _Rates:
     Args: rates: bytes per second of each pair of nodes.
     """
     ordered = sorted(rates.values())
-    found = {}
+    found: _Rates = {}
+    if len(ordered) < 2:
+        return found
     for pair, rate in rates.items():
-        if len(ordered) > 1:
-            median = _median_without(ordered, bisect.bisect_left(ordered, rate))
-            if rate < SLOW * median:
-                found[pair] = median
+        median = _median_without(ordered, bisect.bisect_left(ordered, rate))
+        if rate < SLOW * median:
+            found[pair] = median
     return found
 
 
@@ -183,7 +184,7 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
     left = len(ordered) - 1
     low = (left - 1) // 2
     high = left // 2
-    # The middle of the others: places from `index` on move up by one.
+    # The entries behind `index` have moved one place.
     low += low >= index
     high += high >= index
     return (ordered[low] + ordered[high]) / 2

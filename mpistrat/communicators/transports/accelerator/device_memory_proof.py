@@ -83,7 +83,8 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
     deadline = time.monotonic() + limit
     reason = "there is neither mpiexec nor srun"
     for command, environment in commands(MPI.Get_library_version(), library_path(), hosts):
-        met, failure = run([*command, *program], environment, deadline - time.monotonic())
+        seconds_left = deadline - time.monotonic()
+        met, failure = run([*command, *program], environment, seconds_left)
         if met:
             sent = "were to send" if UNUSABLE in failure else "sent"
             failure += _EXCLUSIVE * ("busy or unavailable" in failure)
