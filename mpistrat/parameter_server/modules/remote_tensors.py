@@ -175,14 +175,11 @@ class RemoteTensors:
 
         Leaves out None, tensors that are not on servers, and embeddings without memory on this rank.
         """
-        held = []
-        for tensor in tensors:
-            if tensor is None or tensor not in self:
-                continue
-            remote = self[tensor]
-            if not remote.rows_only:
-                held.append((remote, tensor.detach()))
-        return held
+        return [
+            (self[tensor], tensor.detach())
+            for tensor in tensors
+            if tensor is not None and tensor in self and not self[tensor].rows_only
+        ]
 
     def sync(self, held: Sequence[Held]) -> None:
         """Pull the servers' values into the tensors of `held`. An owner first sends the tensors that it has written."""

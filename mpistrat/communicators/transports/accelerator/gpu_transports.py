@@ -84,14 +84,9 @@ def use_gpus(
             dispatcher.of(torch=bool(torch_accelerator()))
             ways = CommunicationImplementation
             forced = {
-                ways.NCCL: ForcedTransport(dispatcher, ways.NCCL),
-                ways.HIERARCHICAL: ForcedTransport(dispatcher, ways.HIERARCHICAL),
+                way: ForcedTransport(dispatcher, way) for way in (ways.NCCL, ways.HIERARCHICAL)
             }
-
-            def use_devices_in(other: Communicator) -> None:
-                use_gpus(other, gpus, index, quiet=quiet)
-
-            communicator.use_devices_in = use_devices_in
+            communicator.use_devices_in = lambda other: use_gpus(other, gpus, index, quiet=quiet)
             communicator.move_by(dispatcher, forced)
 
 
