@@ -26,7 +26,7 @@ from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.next_group import asked_name
 from mpistrat.torch_distributed.tensors import Tensors
-from mpistrat.torch_distributed.work import GroupCalls, Steps, seconds_of
+from mpistrat.torch_distributed.work import CoalescedWork, GroupCalls, seconds_of
 
 if TYPE_CHECKING:
     from mpistrat.torch_distributed.messages import Messages
@@ -36,7 +36,7 @@ NAME = "mpistrat"
 _SUM = c10d.AllreduceOptions()
 
 
-class Collective(NamedTuple):
+class GroupCollective(NamedTuple):
     """The description of one of torch's collectives. Its first operand is the output, or is changed in place.
 
     Attributes:
@@ -87,32 +87,34 @@ class Collective(NamedTuple):
 
 _ROOT = ("rootRank",)
 _OP = ("reduceOp",)
-_ALL_REDUCE = Collective(Collectives.all_reduce, "allreduce", c10d.AllreduceOptions, _OP)
-_ALL_REDUCE_COALESCED = Collective(
+_ALL_REDUCE = GroupCollective(Collectives.all_reduce, "allreduce", c10d.AllreduceOptions, _OP)
+_ALL_REDUCE_COALESCED = GroupCollective(
     Collectives.all_reduce_coalesced, "allreduce_coalesced", c10d.AllreduceCoalescedOptions, _OP
 )
-_REDUCE = Collective(Collectives.reduce, "reduce", c10d.ReduceOptions, (*_ROOT, *_OP))
-_BROADCAST = Collective(Collectives.broadcast, "broadcast", c10d.BroadcastOptions, _ROOT)
-_ALL_GATHER = Collective(Collectives.all_gather, "allgather", c10d.AllgatherOptions, gathers=True)
-_ALL_GATHER_SINGLE = Collective(
+_REDUCE = GroupCollective(Collectives.reduce, "reduce", c10d.ReduceOptions, (*_ROOT, *_OP))
+_BROADCAST = GroupCollective(Collectives.broadcast, "broadcast", c10d.BroadcastOptions, _ROOT)
+_ALL_GATHER = GroupCollective(
+    Collectives.all_gather, "allgather", c10d.AllgatherOptions, gathers=True
+)
+_ALL_GATHER_SINGLE = GroupCollective(
     Collectives.all_gather_single, "_allgather_base", c10d.AllgatherOptions, is_of_lists=False
 )
 _ALL_GATHER_SINGLES = _ALL_GATHER_SINGLE._replace(
     make=Collectives.all_gather_singles, is_coalesced=True
 )
-_GATHER = Collective(Collectives.gather, "gather", c10d.GatherOptions, _ROOT, gathers=True)
-_SCATTER = Collective(Collectives.scatter, "scatter", c10d.ScatterOptions, _ROOT)
-_REDUCE_SCATTER = Collective(
+_GATHER = GroupCollective(Collectives.gather, "gather", c10d.GatherOptions, _ROOT, gathers=True)
+_SCATTER = GroupCollective(Collectives.scatter, "scatter", c10d.ScatterOptions, _ROOT)
+_REDUCE_SCATTER = GroupCollective(
     Collectives.reduce_scatter, "reduce_scatter", c10d.ReduceScatterOptions, _OP
 )
-_REDUCE_SCATTER_SINGLE = Collective(
+_REDUCE_SCATTER_SINGLE = GroupCollective(
     Collectives.reduce_scatter_single, "_reduce_scatter_base", c10d.ReduceScatterOptions, _OP, False
 )
 _REDUCE_SCATTER_SINGLES = _REDUCE_SCATTER_SINGLE._replace(
     make=Collectives.reduce_scatter_singles, is_coalesced=True
 )
-_ALL_TO_ALL = Collective(Collectives.all_to_all, "alltoall", c10d.AllToAllOptions)
-_ALL_TO_ALL_SINGLE = Collective(
+_ALL_TO_ALL = GroupCollective(Collectives.all_to_all, "alltoall", c10d.AllToAllOptions)
+_ALL_TO_ALL_SINGLE = GroupCollective(
     Collectives.all_to_all_single, "alltoall_base", c10d.AllToAllOptions, is_of_lists=False
 )
 
@@ -229,7 +231,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     # Collectives
 
     def _collective(
-        self, collective: Collective, opts: Any, *operands: Any, op: Any = None
+        self, collective: GroupCollective, opts: Any, *operands: Any, op: Any = None
     ) -> Work:
         """Make a collective: of CPU tensors by `communicator`, of others by torch's own group for their device.
 
@@ -383,7 +385,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
             return self._native.of(device)._end_coalescing()
         works = self._calls.coalesced or []
         self._calls.coalesced = None
-        return Steps(works)
+        return CoalescedWork(works)
 
 
 for _member in vars(MpistratProcessGroup).values():

@@ -144,7 +144,7 @@ class UnfinishedWork(DoneWork):
             )
 
 
-class Steps(DoneWork):
+class CoalescedWork(DoneWork):
     """Several works as one `torch.distributed.Work`, for coalesced calls. It has ended when all of them have."""
 
     def __init__(self, works: Sequence[DoneWork]) -> None:

@@ -93,7 +93,7 @@ class Operation(abc.ABC):
         return np.resize(sums.astype(self.dtype), self.count)
 
 
-class AllReduce(Operation):
+class AllReduceOperation(Operation):
     @classmethod
     def bus_factor(cls, ranks: int) -> float:
         return 2 * (ranks - 1) / ranks
@@ -118,7 +118,7 @@ class AllReduce(Operation):
         return self.total()
 
 
-class Reduce(Operation):
+class ReduceOperation(Operation):
     def reset(self) -> None:
         self.result[:] = self.source
 
@@ -131,7 +131,7 @@ class Reduce(Operation):
         return self.operand(self.rank, self.count)
 
 
-class Broadcast(Operation):
+class BroadcastOperation(Operation):
     redop = "none"
 
     def reset(self) -> None:
@@ -145,7 +145,7 @@ class Broadcast(Operation):
         return self.operand(0, self.count)
 
 
-class AllGather(Operation):
+class AllGatherOperation(Operation):
     redop = "none"
     splits = True
 
@@ -164,7 +164,7 @@ class AllGather(Operation):
         return super().wrong()
 
 
-class ReduceScatter(Operation):
+class ReduceScatterOperation(Operation):
     splits = True
 
     def prepare(self, in_window: bool) -> None:
@@ -178,9 +178,9 @@ class ReduceScatter(Operation):
 
 
 OPERATIONS: dict[str, type[Operation]] = {
-    "all_reduce": AllReduce,
-    "broadcast": Broadcast,
-    "reduce": Reduce,
-    "all_gather": AllGather,
-    "reduce_scatter": ReduceScatter,
+    "all_reduce": AllReduceOperation,
+    "broadcast": BroadcastOperation,
+    "reduce": ReduceOperation,
+    "all_gather": AllGatherOperation,
+    "reduce_scatter": ReduceScatterOperation,
 }

@@ -29,7 +29,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.model import Cost, fitted, fitted_in_two, link, over_nodes
 from mpistrat.options import CommunicationImplementation
 from mpistrat.tools.bench import sweep
-from mpistrat.tools.bench.operations import AllReduce
+from mpistrat.tools.bench.operations import AllReduceOperation
 from mpistrat.tools.bench.report import Row, aligned, oversubscription, surroundings
 from mpistrat.tools.bench.rounds import UsageError, all_ranks
 from mpistrat.topology import Topology
@@ -187,7 +187,7 @@ def predict(model: CostModel, nodes: int, nbytes: int, measured: float | None) -
         "bytes": nbytes,
         "predicted": predicted,
         "algbw": algbw,
-        "busbw": algbw * AllReduce.bus_factor(ranks),
+        "busbw": algbw * AllReduceOperation.bus_factor(ranks),
         "measured": measured,
         "off": predicted / measured - 1 if measured else None,
     }
@@ -236,7 +236,9 @@ def _model(
 
 
 def _p50(communicator: Communicator, nbytes: int) -> Any:
-    row = sweep.measure(AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS)
+    row = sweep.measure(
+        AllReduceOperation, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS
+    )
     return row["p50"]
 
 

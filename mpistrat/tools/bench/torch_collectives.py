@@ -53,7 +53,7 @@ class TorchCollective(Operation):
         return wrong
 
 
-class TorchAllReduce(TorchCollective, operations.AllReduce):
+class TorchAllReduce(TorchCollective, operations.AllReduceOperation):
     def reset(self) -> None:
         self.result[:] = self.source
 
@@ -61,12 +61,12 @@ class TorchAllReduce(TorchCollective, operations.AllReduce):
         dist.all_reduce(self.received, group=self.group)
 
 
-class TorchBroadcast(TorchCollective, operations.Broadcast):
+class TorchBroadcast(TorchCollective, operations.BroadcastOperation):
     def __call__(self) -> None:
         dist.broadcast(self.received, 0, group=self.group)
 
 
-class TorchAllGather(TorchCollective, operations.AllGather):
+class TorchAllGather(TorchCollective, operations.AllGatherOperation):
     wrong = Operation.wrong
 
     def __call__(self) -> None:
@@ -78,7 +78,7 @@ class AllGatherIntoTensor(TorchAllGather):
         _ALL_GATHER(self.received, self.sent, group=self.group)
 
 
-class TorchReduceScatter(TorchCollective, operations.ReduceScatter):
+class TorchReduceScatter(TorchCollective, operations.ReduceScatterOperation):
     def __call__(self) -> None:
         dist.reduce_scatter(self.received, self.sent_parts, group=self.group)
 
@@ -88,7 +88,7 @@ class ReduceScatterTensor(TorchReduceScatter):
         _REDUCE_SCATTER(self.received, self.sent, group=self.group)
 
 
-class AllToAll(TorchCollective):
+class TorchAllToAll(TorchCollective):
     redop = "none"
     splits = True
 
@@ -106,7 +106,7 @@ class AllToAll(TorchCollective):
         return np.concatenate(parts)
 
 
-class AllToAllSingle(AllToAll):
+class AllToAllSingle(TorchAllToAll):
     def __call__(self) -> None:
         dist.all_to_all_single(self.received, self.sent, group=self.group)
 
@@ -118,7 +118,7 @@ CALLS: dict[str, type[TorchCollective]] = {
     "all_gather_into_tensor": AllGatherIntoTensor,
     "reduce_scatter": TorchReduceScatter,
     "reduce_scatter_tensor": ReduceScatterTensor,
-    "all_to_all": AllToAll,
+    "all_to_all": TorchAllToAll,
     "all_to_all_single": AllToAllSingle,
 }
 

@@ -30,10 +30,10 @@ from mpistrat.tools.doctor import (
     software,
 )
 from mpistrat.tools.doctor.children import file_with, how_it_ended, last_words, written
-from mpistrat.tools.doctor.facts import Job, JobFailure, Library, RankFacts, as_json, from_json
+from mpistrat.tools.doctor.facts import JobFacts, JobFailure, Library, RankFacts, as_json, from_json
 from mpistrat.tools.doctor.finding import PROBLEM, Finding, as_text, said_once, to_json
 
-Check = Callable[[Job], Iterable[Finding]]
+Check = Callable[[JobFacts], Iterable[Finding]]
 SECONDS_FOR_RANK_0 = 20.0
 _CHECKERS = (mpi_library, software, cores, memory, nodes, links, gpus)
 CHECKS: tuple[Check, ...] = tuple(checker.check for checker in _CHECKERS)
@@ -57,7 +57,7 @@ def run(in_json: bool) -> int:
     elif outcome.failure is None:
         return 0  # rank 0 speaks for all
     elif here.launch.speaks:
-        job = Job([dataclasses.replace(here, library=outcome.library)], outcome.failure)
+        job = JobFacts([dataclasses.replace(here, library=outcome.library)], outcome.failure)
     else:
         return _speak_for_a_node(here, outcome.failure)
     findings = judge(job)
@@ -92,7 +92,7 @@ def look() -> RankFacts:
     )
 
 
-def judge(job: Job) -> list[Finding]:
+def judge(job: JobFacts) -> list[Finding]:
     """Return the findings of all checks about the job. Findings that are the same on several nodes are merged.
 
     If a check raises an error, a problem names the error.
@@ -142,7 +142,7 @@ class Outcome:
             well.
     """
 
-    job: Job | None = None
+    job: JobFacts | None = None
     failure: JobFailure | None = None
     library: Library | None = None
     left: str = ""
@@ -208,7 +208,7 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
             elif "failure" in message:
                 return Outcome(None, from_json(JobFailure, message["failure"]), library)
             else:
-                return Outcome(from_json(Job, message.get("job")), None, library)
+                return Outcome(from_json(JobFacts, message.get("job")), None, library)
 
 
 def _how_it_ends(process: subprocess.Popen[bytes], late: str) -> str:

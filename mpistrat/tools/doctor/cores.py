@@ -12,7 +12,7 @@ from mpistrat.machine.control_groups import allowed
 from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_threads
 from mpistrat.machine.notices import runs_in_words
 from mpistrat.machine.shared_caches import caches_of
-from mpistrat.tools.doctor.facts import Cores, Job, Ranks
+from mpistrat.tools.doctor.facts import Cores, JobFacts, Ranks
 from mpistrat.tools.doctor.finding import PROBLEM, Finding, Findings, findings_of, on_node
 
 ok, warning, problem = findings_of("cores")
@@ -45,7 +45,7 @@ def _cores_of_launcher() -> int:
         return len(os.sched_getaffinity(0))
 
 
-def check(job: Job) -> Findings:
+def check(job: JobFacts) -> Findings:
     if job.failure is not None and job.first.launch.of_several:
         return  # the number of ranks on this node is not known
     for name, ranks in job.nodes().items():

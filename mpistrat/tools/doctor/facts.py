@@ -218,7 +218,7 @@ class JobFailure:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobFacts:
     """The facts of a job. The doctor's checks read them and make their findings.
 
     Attributes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mpistrat.errors import counted
-from mpistrat.tools.doctor.facts import Job, as_json
+from mpistrat.tools.doctor.facts import JobFacts, as_json
 
 OK = "ok"
 WARNING = "warning"
@@ -105,7 +105,7 @@ def as_text(findings: Sequence[Finding], nodes: int) -> str:
     return "\n".join(lines)
 
 
-def to_json(findings: Sequence[Finding], job: Job) -> str:
+def to_json(findings: Sequence[Finding], job: JobFacts) -> str:
     content = {
         "schema": SCHEMA,
         "findings": [as_json(finding) for finding in findings],

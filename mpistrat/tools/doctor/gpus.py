@@ -11,7 +11,7 @@ from mpistrat.machine.gpus import visible_gpus
 from mpistrat.machine.library_search import LIBRARY_PATH, libraries_on_path
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ask
-from mpistrat.tools.doctor.facts import Driver, Gpus, Job, Ranks, grouped
+from mpistrat.tools.doctor.facts import Driver, Gpus, JobFacts, Ranks, grouped
 from mpistrat.tools.doctor.finding import Finding, Findings, findings_of, on_node
 
 ok, warning, problem = findings_of("GPUs")
@@ -80,7 +80,7 @@ def look(driver: Driver) -> Gpus:
     return Gpus(named, **seen, nccl_visible=visible)
 
 
-def check(job: Job) -> Findings:
+def check(job: JobFacts) -> Findings:
     nodes: list[_Node] = []
     for name, ranks in job.nodes().items():
         if gpus := ranks[0].gpus:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.errors import counted
-from mpistrat.tools.doctor.facts import Job, grouped
+from mpistrat.tools.doctor.facts import JobFacts, grouped
 from mpistrat.tools.doctor.finding import Findings, Level, findings_of
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _follow(comm: MPI.Intracomm, other: int, data: np.ndarray) -> None:
         comm.Send(message, other)
 
 
-def check(job: Job) -> Findings:
+def check(job: JobFacts) -> Findings:
     links = job.links
     if links is None or not links.rates:
         return

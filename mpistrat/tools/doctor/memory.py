@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpistrat.errors import counted
 from mpistrat.machine.control_groups import allowed, number_in
-from mpistrat.tools.doctor.facts import Job, MemoryLimits, Room
+from mpistrat.tools.doctor.facts import JobFacts, MemoryLimits, Room
 from mpistrat.tools.doctor.finding import Findings, bytes_in_words, findings_of, on_node
 
 ok, warning, problem = findings_of("memory")
@@ -48,7 +48,7 @@ def look() -> MemoryLimits:
     )
 
 
-def check(job: Job) -> Findings:
+def check(job: JobFacts) -> Findings:
     well: dict[str, MemoryLimits] = {}
     for name, ranks in job.nodes().items():
         memory = ranks[0].memory

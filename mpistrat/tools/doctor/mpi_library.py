@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, 
 from mpistrat.errors import counted
 from mpistrat.machine import library_search as search
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.tools.doctor.facts import Job, JobFailure, Launch, Library, RankFacts, grouped
+from mpistrat.tools.doctor.facts import JobFacts, JobFailure, Launch, Library, RankFacts, grouped
 from mpistrat.tools.doctor.finding import Finding, Findings, findings_of
 
 ok, warning, problem = findings_of("MPI")
@@ -63,7 +63,7 @@ OUT_OF = {
 }
 
 
-def check(job: Job) -> Findings:
+def check(job: JobFacts) -> Findings:
     launch = job.first.launch
     library = job.first.loaded
     if job.failure is not None:
@@ -93,7 +93,7 @@ def rule_of(library: Library) -> str:
     return ""
 
 
-def _started(job: Job, library: Library) -> Finding:
+def _started(job: JobFacts, library: Library) -> Finding:
     launch = job.first.launch
     standard = ".".join(str(number) for number in library.standard)
     name = f"{library_name(library.version)} (MPI {standard})"
@@ -106,7 +106,7 @@ def _started(job: Job, library: Library) -> Finding:
     )
 
 
-def _one_library(job: Job) -> Findings:
+def _one_library(job: JobFacts) -> Findings:
     with_library = grouped(
         (f"{library_name(rank.loaded.version)} ({rank.loaded.path})", rank.rank)
         for rank in job.ranks
@@ -121,7 +121,7 @@ def _one_library(job: Job) -> Findings:
         )
 
 
-def _threads(job: Job) -> Findings:
+def _threads(job: JobFacts) -> Findings:
     levels = {rank.loaded.thread_level for rank in job.ranks}
     if levels != {"multiple"}:
         yield warning(

@@ -15,7 +15,7 @@ from mpistrat.cluster_resolver.slurm.job import slurm_variables
 from mpistrat.errors import TopologyError, counted
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ChildOutput, ask
-from mpistrat.tools.doctor.facts import Clock, Job, Launch
+from mpistrat.tools.doctor.facts import Clock, JobFacts, Launch
 from mpistrat.tools.doctor.finding import Finding, Findings, Level, findings_of
 from mpistrat.trace.clocks import answer, compare_with
 
@@ -110,14 +110,14 @@ def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
     return clocks
 
 
-def check(job: Job) -> Findings:
+def check(job: JobFacts) -> Findings:
     yield from _clocks(job)
     if job.first.launch.slurm:
         found = [*_inherited(job), *_not_a_step(job), *_placement(job)]
         yield from found or [_slurm_summary(job)]
 
 
-def _clocks(job: Job) -> Findings:
+def _clocks(job: JobFacts) -> Findings:
     clocks = job.clocks
     if not clocks:
         return
@@ -159,7 +159,7 @@ def _bad_clock(seconds: float) -> Level:
     return problem if seconds >= CLOCKS_ARE_WRONG else warning
 
 
-def _inherited(job: Job) -> Findings:
+def _inherited(job: JobFacts) -> Findings:
     """Find Slurm variables of a job that this process does not belong to.
 
     They come from a terminal that outlived its job, or ssh copied them.
@@ -185,7 +185,7 @@ def _inherited(job: Job) -> Findings:
         )
 
 
-def _not_a_step(job: Job) -> Findings:
+def _not_a_step(job: JobFacts) -> Findings:
     """Find a doctor that runs alone in a Slurm job of several tasks: in a shell of salloc or sbatch, or srun --pty."""
     launch = job.first.launch
     if job.failure is not None or len(job.ranks) > 1:
@@ -200,7 +200,7 @@ def _not_a_step(job: Job) -> Findings:
         )
 
 
-def _placement(job: Job) -> Findings:
+def _placement(job: JobFacts) -> Findings:
     """Find ranks that have another number in Slurm than in MPI, and a number of nodes that differs between the two.
 
     Nothing if MPI failed, or Slurm's numbers are not known.
@@ -228,7 +228,7 @@ def _placement(job: Job) -> Findings:
         )
 
 
-def _slurm_numbers(job: Job) -> dict[int, int]:
+def _slurm_numbers(job: JobFacts) -> dict[int, int]:
     """Return Slurm's number (SLURM_PROCID) by MPI rank; an empty dict if a rank has no number, or two have the same.
 
     Two have the same under mpirun: Slurm numbers mpirun's daemons, and their ranks inherit the number.
@@ -242,7 +242,7 @@ def _slurm_numbers(job: Job) -> dict[int, int]:
     return numbers if len(different) == len(job.ranks) else {}
 
 
-def _slurm_summary(job: Job) -> Finding:
+def _slurm_summary(job: JobFacts) -> Finding:
     launch = job.first.launch
     parts = [f"job {launch.slurm.get('SLURM_JOB_ID', '?')}"]
     if launch.by_srun:  # under mpirun, the step holds mpirun's daemons

@@ -112,7 +112,7 @@ def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
     if topology.rank:
         tell(rank=topology.rank)
     else:
-        tell(job=facts.as_json(facts.Job(ranks, clocks=clocks, links=measured)))
+        tell(job=facts.as_json(facts.JobFacts(ranks, clocks=clocks, links=measured)))
 
 
 def _with_refusal(gpus: facts.Gpus, driver: facts.Driver) -> facts.Gpus:

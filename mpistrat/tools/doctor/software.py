@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.tools.doctor.facts import Job, Ranks, Software, grouped
+from mpistrat.tools.doctor.facts import JobFacts, Ranks, Software, grouped
 from mpistrat.tools.doctor.finding import Findings, findings_of
 from mpistrat.xla.runtime import what_differs
 
@@ -32,7 +32,7 @@ def look() -> Software:
     )
 
 
-def check(job: Job) -> Findings:
+def check(job: JobFacts) -> Findings:
     different = list(_differences(job.ranks))
     yield from different
     here = job.first.software

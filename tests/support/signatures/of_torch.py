@@ -37,7 +37,7 @@ LIBRARY = Library(
         "NativeTransport": {"group": "NativeGroup"},
         "make_group": {"cls": "NativeGroup"},
         "MpistratProcessGroup": {"self._native": "NativeGroups"},
-        "Collective": {"group": "NativeGroup"},
+        "GroupCollective": {"group": "NativeGroup"},
     },
 )
 
@@ -68,7 +68,7 @@ def _module_of(name: str) -> str:
 def _collectives() -> Iterator[tuple[str, Use]]:
     """Of the table of collectives: the method of torch's own groups, with the operands and the options."""
     for name, collective in vars(process_group).items():
-        if isinstance(collective, process_group.Collective):
+        if isinstance(collective, process_group.GroupCollective):
             parameters = inspect.signature(collective.make).parameters
             operands = len(parameters) - len(collective.fields) - 1  # `make` takes `self`, too
             arguments = ", ".join(["operand"] * operands + ["opts"])

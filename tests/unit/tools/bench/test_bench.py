@@ -85,14 +85,14 @@ class Broken(LocalCommunicator):
 
 def test_wrong_results_are_counted() -> None:
     """In the first call and in the last."""
-    row = sweep.measure(operations.AllReduce, Broken(), 4096, np.dtype("float32"), calls=4)
+    row = sweep.measure(operations.AllReduceOperation, Broken(), 4096, np.dtype("float32"), calls=4)
     assert row["wrong"] == 2
 
 
 def test_wrong_results_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(operations.AllReduce, "wrong", lambda self: 1)
+    monkeypatch.setattr(operations.AllReduceOperation, "wrong", lambda self: 1)
     assert main(["allreduce", "-e", "4K", "-n", "2"]) == 1
     assert "Out of bounds values: 2 FAILED" in capsys.readouterr().out
 
@@ -112,7 +112,9 @@ def test_an_operand_is_what_it_was_before_each_call() -> None:
             buffer *= 1 if buffer.ndim == 0 else 2
 
     communicator = Doubling()
-    operation = operations.AllReduce(communicator, 4096, np.dtype("float32"), in_window=True)
+    operation = operations.AllReduceOperation(
+        communicator, 4096, np.dtype("float32"), in_window=True
+    )
     for _ in range(3):
         operation.reset()
         operation()

@@ -10,7 +10,7 @@ from mpistrat.tools.doctor.facts import (
     Cores,
     Driver,
     Gpus,
-    Job,
+    JobFacts,
     Launch,
     Library,
     MemoryLimits,
@@ -30,10 +30,10 @@ MPICH = Library(
 
 
 @pytest.fixture
-def make_job() -> Callable[..., Job]:
+def make_job() -> Callable[..., JobFacts]:
     """`make_job(nodes, per_node, rank=..., **parts)`: `parts` replace fields of each rank's facts."""
 
-    def make(nodes: int = 1, per_node: int = 2, **parts: dict[str, Any]) -> Job:
+    def make(nodes: int = 1, per_node: int = 2, **parts: dict[str, Any]) -> JobFacts:
         size = nodes * per_node
         ranks = []
         for number in range(size):
@@ -66,6 +66,6 @@ def make_job() -> Callable[..., Job]:
             for name, changes in parts.items():
                 facts[name] = dataclasses.replace(facts[name], **changes) if facts[name] else None
             ranks.append(RankFacts(number, node, f"n{node + 1}", **facts))
-        return Job(ranks)
+        return JobFacts(ranks)
 
     return make

@@ -9,7 +9,15 @@ import pytest
 from mpistrat.__main__ import main
 from mpistrat.tools.doctor import command
 from mpistrat.tools.doctor.command import Outcome
-from mpistrat.tools.doctor.facts import Driver, Gpus, Job, JobFailure, Launch, as_json, from_json
+from mpistrat.tools.doctor.facts import (
+    Driver,
+    Gpus,
+    JobFacts,
+    JobFailure,
+    Launch,
+    as_json,
+    from_json,
+)
 from mpistrat.tools.doctor.finding import (
     OK,
     PROBLEM,
@@ -21,7 +29,7 @@ from mpistrat.tools.doctor.finding import (
     to_json,
 )
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., JobFacts]
 
 
 def test_what_is_not_ok_has_a_fix() -> None:
@@ -68,8 +76,8 @@ def test_text() -> None:
 
 
 def test_facts_survive_json(make_job: MakeJob) -> None:
-    job = Job(make_job(nodes=2).ranks, JobFailure("MPI_Init", "late", "..."))
-    assert from_json(Job, json.loads(json.dumps(as_json(job)))) == job
+    job = JobFacts(make_job(nodes=2).ranks, JobFailure("MPI_Init", "late", "..."))
+    assert from_json(JobFacts, json.loads(json.dumps(as_json(job)))) == job
 
 
 def test_json(make_job: MakeJob) -> None:
@@ -82,7 +90,7 @@ def test_json(make_job: MakeJob) -> None:
 def test_a_check_that_fails_itself_does_not_silence_the_others(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(job: Job) -> Iterator[Finding]:
+    def broken(job: JobFacts) -> Iterator[Finding]:
         yield Finding("x", OK, "so far")
         raise KeyError("oh")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from mpistrat.tools.doctor import cores
-from mpistrat.tools.doctor.facts import Job, JobFailure
+from mpistrat.tools.doctor.facts import JobFacts, JobFailure
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., JobFacts]
 
 
 def test_a_core_for_each(make_job: MakeJob) -> None:
@@ -34,7 +34,9 @@ def test_some_bound_to_the_same_core(make_job: MakeJob) -> None:
     first, second, third = job.ranks
     third = dataclasses.replace(third, cores=second.cores)
     one_core = dataclasses.replace(second.cores, allowed=[8])
-    job = Job([first, *(dataclasses.replace(rank, cores=one_core) for rank in (second, third))])
+    job = JobFacts(
+        [first, *(dataclasses.replace(rank, cores=one_core) for rank in (second, third))]
+    )
     (finding,) = cores.check(job)
     assert finding.level == PROBLEM
     assert finding.text.startswith("2 of 3 ranks here are bound to 1 core (CPU 8), although")
@@ -59,7 +61,7 @@ def test_a_launcher_that_binds_each_rank_to_one_core(
         )
         for rank in job.ranks
     ]
-    (warning, fine) = cores.check(Job(ranks))
+    (warning, fine) = cores.check(JobFacts(ranks))
     assert warning.level == WARNING
     assert "4 ranks here may run on 4 of the launcher's 64 cores" in warning.text
     assert words in warning.fix
@@ -141,7 +143,7 @@ def test_cpus_per_task_that_srun_does_not_take_from_sbatch(make_job: MakeJob) ->
 def test_ranks_that_cannot_be_counted(make_job: MakeJob) -> None:
     """MPI did not start: how many ranks share the node is not known, and nothing is said."""
     job = make_job()
-    failed = Job(job.ranks[:1], JobFailure("MPI_Init", "topology", "..."))
+    failed = JobFacts(job.ranks[:1], JobFailure("MPI_Init", "topology", "..."))
     assert list(cores.check(failed)) == []
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from mpistrat.machine.gpu_advice import ONE_RANK_PER_GPU
 from mpistrat.tools.doctor import gpus
-from mpistrat.tools.doctor.facts import Driver, Gpus, Job
+from mpistrat.tools.doctor.facts import Driver, Gpus, JobFacts
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., JobFacts]
 WHEELS = "/env/nvidia/nccl/lib/libnccl.so.2"
 MODULES = "/opt/nccl/lib/libnccl.so.2"
 WELL = {
@@ -138,7 +138,7 @@ def test_a_gpu_for_each_rank(make_job: MakeJob) -> None:
         drivers = [Driver(True, [name]) for name in names]
         return list(
             gpus.check(
-                Job(
+                JobFacts(
                     [
                         dataclasses.replace(rank, driver=driver)
                         for rank, driver in zip(job.ranks, drivers, strict=True)
@@ -155,10 +155,10 @@ def test_nodes_that_differ(make_job: MakeJob) -> None:
     job = make_job(nodes=2, gpus=WELL, driver=FOUR)
     first, second = job.ranks[0], job.ranks[2]
     other = dataclasses.replace(second.gpus or Gpus(), nccl_loaded=[[WHEELS, "2.27.5"]])
-    found = bad(list(gpus.check(Job([first, dataclasses.replace(second, gpus=other)]))))
+    found = bad(list(gpus.check(JobFacts([first, dataclasses.replace(second, gpus=other)]))))
     assert found.text == "Nodes have different versions of NCCL: 2.29.7 on n1; 2.27.5 on n2."
     without = dataclasses.replace(second, gpus=Gpus(), driver=Driver())
-    found = bad(list(gpus.check(Job([first, without]))))
+    found = bad(list(gpus.check(JobFacts([first, without]))))
     assert (found.level, found.nodes) == (PROBLEM, ("n2",))
     assert "No GPU is visible, while other nodes have some" in found.text
 
@@ -171,7 +171,7 @@ def test_a_container_without_nvidia_smi(make_job: MakeJob, changes: dict[str, ob
     job = make_job(nodes=2, gpus=WELL, driver=FOUR)
     without = dataclasses.replace(job.ranks[2].gpus or Gpus(), **changes)
     ranks = [job.ranks[0], dataclasses.replace(job.ranks[2], gpus=without)]
-    assert {finding.level for finding in gpus.check(Job(ranks))} == {OK}
+    assert {finding.level for finding in gpus.check(JobFacts(ranks))} == {OK}
 
 
 CPU_TORCH = {"torch_cuda": "", "torch_gpus": 0, "cupy": "", "nccl_loaded": []}
@@ -228,7 +228,7 @@ def test_a_driver_that_hangs(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch)
     assert found == Gpus(torch_error="not asked: CUDA's driver hangs")
     first, second = make_job().ranks
     first = dataclasses.replace(first, driver=driver, gpus=found)
-    (finding,) = gpus.check(Job([first, dataclasses.replace(second, driver=driver)]))
+    (finding,) = gpus.check(JobFacts([first, dataclasses.replace(second, driver=driver)]))
     assert finding.text == "No GPU can be used: no end within 20 s."
 
 
@@ -262,7 +262,7 @@ def test_ranks_of_a_node_that_see_others(
         dataclasses.replace(rank, driver=driver)
         for rank, driver in zip(job.ranks, drivers, strict=True)
     ]
-    found = bad(list(gpus.check(Job(ranks))))
+    found = bad(list(gpus.check(JobFacts(ranks))))
     assert (found.level, found.nodes) == (PROBLEM, ("n1",))
     assert found.text.endswith(words)
     assert found.fix

@@ -8,10 +8,10 @@ from types import MappingProxyType
 import pytest
 
 from mpistrat.tools.doctor import links
-from mpistrat.tools.doctor.facts import Job, Links
+from mpistrat.tools.doctor.facts import JobFacts, Links
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., JobFacts]
 FAST = 9.8e9
 
 

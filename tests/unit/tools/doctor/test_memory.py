@@ -7,14 +7,14 @@ import pytest
 
 from mpistrat.communicators.node import shared_memory
 from mpistrat.tools.doctor import memory
-from mpistrat.tools.doctor.facts import Job, Room
+from mpistrat.tools.doctor.facts import JobFacts, Room
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., JobFacts]
 MB, GB = 10**6, 10**9
 
 
-def only(job: Job) -> tuple[str, str, str]:
+def only(job: JobFacts) -> tuple[str, str, str]:
     (finding,) = memory.check(job)
     return finding.level, finding.text, finding.fix
 

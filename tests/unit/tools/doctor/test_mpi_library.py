@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mpistrat.tools.doctor import mpi_library
-from mpistrat.tools.doctor.facts import Job, JobFailure, Library
+from mpistrat.tools.doctor.facts import JobFacts, JobFailure, Library
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., JobFacts]
 SITE = "/opt/mpich/lib/libmpi.so.12"
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI ..."
 HYDRA = "HYDRA build details:\n    Version:     4.1.2"
@@ -33,15 +33,17 @@ def two_mpis(tmp_path: Path) -> dict[str, str]:
     return paths
 
 
-def failed(job: Job, kind: str, text: str, stage: str = "MPI_Init", words: str = "") -> Job:
-    return Job(job.ranks[:1], JobFailure(stage, kind, text, words))
+def failed(
+    job: JobFacts, kind: str, text: str, stage: str = "MPI_Init", words: str = ""
+) -> JobFacts:
+    return JobFacts(job.ranks[:1], JobFailure(stage, kind, text, words))
 
 
-def findings_of(job: Job) -> list[Finding]:
+def findings_of(job: JobFacts) -> list[Finding]:
     return list(mpi_library.check(job))
 
 
-def problem(job: Job) -> Finding:
+def problem(job: JobFacts) -> Finding:
     (found,) = [finding for finding in findings_of(job) if finding.level == PROBLEM]
     return found
 
@@ -116,7 +118,7 @@ def test_variables_of_an_ended_job(make_job: MakeJob) -> None:
 
 def test_no_library(make_job: MakeJob) -> None:
     job = failed(make_job(), "library", "cannot load MPI library", "loading the MPI library")
-    job = Job([dataclasses.replace(job.first, library=None)], job.failure)
+    job = JobFacts([dataclasses.replace(job.first, library=None)], job.failure)
     found = problem(job)
     assert "Python finds no MPI library (cannot load MPI library), so of the 2 ranks" in found.text
     assert "pip install mpich" in found.fix
@@ -124,7 +126,7 @@ def test_no_library(make_job: MakeJob) -> None:
 
 def test_no_mpi4py(make_job: MakeJob) -> None:
     job = make_job(software={"mpi4py": ""})
-    job = Job(
+    job = JobFacts(
         [dataclasses.replace(job.first, library=None)], JobFailure("", "library", "No module")
     )
     assert problem(job).fix == "pip install mpi4py"
@@ -175,7 +177,7 @@ def test_different_libraries(make_job: MakeJob) -> None:
         path="/usr/lib/libmpi.so.12", version="MPICH Version: 3.4", thread_level="multiple"
     )
     changed = [dataclasses.replace(rank, library=other) for rank in job.ranks[2:]]
-    found = problem(Job(job.ranks[:2] + changed))
+    found = problem(JobFacts(job.ranks[:2] + changed))
     assert (
         "ranks 0-1: MPICH 4.1.2 (/opt/mpich/lib/libmpi.so.12); ranks 2-3: MPICH 3.4" in found.text
     )

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from mpistrat.tools.doctor import nodes
-from mpistrat.tools.doctor.facts import Clock, Job
+from mpistrat.tools.doctor.facts import Clock, JobFacts
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., JobFacts]
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -21,13 +21,13 @@ STEP = {
 }
 
 
-def with_clocks(job: Job, *clocks: Clock) -> Job:
+def with_clocks(job: JobFacts, *clocks: Clock) -> JobFacts:
     return dataclasses.replace(job, clocks=list(clocks))
 
 
 def in_slurm(
-    job: Job, numbers: Callable[[int], int] = int, node: Callable[[int], int] | None = None
-) -> Job:
+    job: JobFacts, numbers: Callable[[int], int] = int, node: Callable[[int], int] | None = None
+) -> JobFacts:
     """As srun starts it; `numbers` and `node` give each rank's SLURM_PROCID and SLURM_NODEID."""
     ranks = []
     for rank in job.ranks:
@@ -38,7 +38,7 @@ def in_slurm(
         }
         launch = dataclasses.replace(rank.launch, slurm=slurm, launcher="srun", job_state="RUNNING")
         ranks.append(dataclasses.replace(rank, launch=launch))
-    return Job(ranks)
+    return JobFacts(ranks)
 
 
 def test_clocks_that_agree(make_job: MakeJob) -> None:

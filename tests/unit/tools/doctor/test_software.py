@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from mpistrat.tools.doctor import software
-from mpistrat.tools.doctor.facts import Job
+from mpistrat.tools.doctor.facts import JobFacts
 from mpistrat.tools.doctor.finding import OK, PROBLEM
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., JobFacts]
 
 
 def test_the_same_everywhere(make_job: MakeJob) -> None:
@@ -57,7 +57,7 @@ def test_another_on_some_ranks(make_job: MakeJob, field: str, words: str) -> Non
         dataclasses.replace(rank, software=dataclasses.replace(rank.software, **{field: "other"}))
         for rank in job.ranks[2:]
     ]
-    (finding,) = software.check(Job(job.ranks[:2] + changed))
+    (finding,) = software.check(JobFacts(job.ranks[:2] + changed))
     assert finding.level == PROBLEM
     assert words in finding.text
     assert "other on ranks 2-3" in finding.text
