@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpistrat.arrays import Array, dtype_name
-from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.contract.call_signature import signature_of
+from mpistrat.arrays import is_on_accelerator
+from mpistrat.communicators.collective_calls import CollectiveCalls
+from mpistrat.communicators.collectives.collective import Collective, kind_of
+from mpistrat.communicators.contract.call_signature import CallSignature, signature_of
 from mpistrat.communicators.contract.unchecked import UNCHECKED, Unchecked
 from mpistrat.communicators.graph_capture import is_capturing, refusal
-from mpistrat.communicators.known_calls import Agreed, KnownCalls, words_of_label
 from mpistrat.communicators.node.memory import NO_MEMORY, CheckedMemory, NodeMemory
-from mpistrat.communicators.node.slots import SharedSlots
-from mpistrat.communicators.node.small_calls import TOO_LARGE
-from mpistrat.communicators.operand_checks import check_arrived, check_contiguous
-from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
-from mpistrat.communicators.reduction.arithmetic import scale
-from mpistrat.communicators.transport import Exchange, Operands, Transport
+from mpistrat.communicators.node.slots import SharedSlots, Slot
+from mpistrat.communicators.node.small_calls import TOO_LARGE, SmallCall
+from mpistrat.communicators.transport import Transport
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.reduction.tree import ReductionTree
     from mpistrat.communicators.transports.mpi import MpiTransport
+
+_KNOWN_CALLS = 4096  # kinds of calls that a router keeps; for one more, it begins anew
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,6 @@ class Transports:
     forced: Mapping[CommunicationImplementation, Transports] = field(default_factory=dict)
     of_part: Callable[[MpiTransport, str], tuple[Transports, CommunicatorWatch]] | None = None
 
-    def choose(self, call: str, operands: Operands) -> Exchange:
-        """Return the object that moves the bytes of `call`. Collective.
-
-        Returns: the object from the first of `preferred` that takes the call; `mpi` if none takes it.
-        """
-        for transport in self.preferred:
-            mover = transport.choose(call, operands)
-            if mover is not None:
-                return mover
-        return self.mpi
-
     def explain(self) -> str:
         text = self.mpi.explain()
         for transport in reversed(self.preferred):
@@ -69,7 +56,25 @@ class Transports:
         return text
 
 
-class Router(Communicator):
+class KnownCall(NamedTuple):
+    """A kind of call: all calls of one operation, dtype, shape, root and label.
+
+    Attributes:
+        signature: the description of the call that ranks compare.
+        small: moves the call's bytes through slots (shared memory) while the ranks agree; None if a transport moves
+            them.
+        slot: the slot that this rank fills for the call; None if it fills none.
+        meets: True if a transport moves the bytes of a buffer on the host, at least one byte. An all-reduce then ends
+            on no rank before all ranks have entered it, so it may go without agreement inside `following`.
+    """
+
+    signature: CallSignature
+    small: SmallCall | None
+    slot: Slot | None
+    meets: bool
+
+
+class Router(CollectiveCalls):
     """The communicator of several ranks: they agree on each call, then a transport moves its bytes.
 
     Args:
@@ -80,6 +85,7 @@ class Router(Communicator):
 
     Attributes:
         mpi: the MPI transport of `transports`.
+        known_calls: the kinds of calls that this router has made so far, by `Collective.key`.
     """
 
     def __init__(
@@ -100,112 +106,61 @@ class Router(Communicator):
         self._enter = lambda *words: contract.enter(signature_of(words + last_words))
         self.memory = CheckedMemory(transports.memory, self._enter)
         # Without an agreement there are no small calls, because they move while the ranks agree.
-        slots = None if contract.agreement is None else transports.slots
-        self._known = KnownCalls(
-            self.size, slots, self.takes_device_buffers, last_words, contract.raise_together
-        )
+        self._slots = None if contract.agreement is None else transports.slots
+        self._last_words = last_words
+        self.known_calls: dict[tuple[Any, ...], KnownCall] = {}
         self._overridden: dict[CommunicationImplementation, _Overridden] = {}
 
     # Collectives
 
-    def all_reduce(
-        self,
-        buffer: Array,
-        reduction: Reduction | str = SUM,
-        *,
-        out: Array | None = None,
-        cause: Exception | None = None,
-        follows: bool = False,
-    ) -> None:
-        if reduction.__class__ is not Reduction:
-            reduction = as_reduction(reduction)
-        operands = Operands(buffer, reduction, out)
-        self._call("all_reduce", operands, reduction.agreed, cause, follows)
-
-    def all_reduce_by_tree(
-        self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
-    ) -> None:
-        if self.takes_device_buffers and is_capturing(sums):
-            self.raise_together(refusal("all_reduce_by_tree", self.rank))
-        words = f"{tree.replicas} replicas", dtype_name(sums), tuple(sums.shape[1:])
-        with self._enter("all_reduce_by_tree", *words, *words_of_label(reduction.agreed)):
-            operands = Operands(sums, reduction, tree=tree)
-            self.transports.choose("all_reduce", operands).all_reduce(operands)
-
-    def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
-        reduction = as_reduction(reduction)
-        root = index(root)  # a NumPy integer becomes an int
-        self._call("reduce", Operands(buffer, reduction.plain, root=root), reduction.agreed)
-        if self.rank == root:
-            scale(buffer, reduction.scale)
-
-    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
-        reduction = as_reduction(reduction)
-        self._call("reduce_scatter", Operands(buffer, reduction.plain, out), reduction.agreed)
-        scale(out, reduction.scale)
-
-    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        self._call("broadcast", Operands(buffer, root=index(root)), ("", label, None))
-
-    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        return self._call("all_gather", Operands(buffer), ("", label, None))
-
-    def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
-        with self.raising_together():
-            check_contiguous(buffer, out)
-        self._call("all_gather_into", Operands(buffer, out=out), ("", label, None))
-
-    def all_to_all(
-        self,
-        buffer: Array,
-        out: Array,
-        sent: Sequence[int],
-        received: Sequence[int],
-        *,
-        label: str = "",
-    ) -> None:
-        with self.raising_together():
-            check_contiguous(buffer, out)
-        operands = Operands(buffer, out=out, sent=tuple(sent), received=tuple(received))
-        self._call("all_to_all", operands, ("", label, None))
-        if operands.starts is not None:
-            with self.raising_together():
-                check_arrived(operands.starts, operands.received, self.rank)
-
-    def _call(
-        self,
-        call: str,
-        operands: Operands,
-        agreed: Agreed,
-        cause: Exception | None = None,
-        follows: bool = False,
+    def make(
+        self, collective: Collective, cause: Exception | None = None, follows: bool = False
     ) -> Any:
-        """Agree with the other ranks on a call, and move its bytes, through slots if the call is small.
-
-        Returns: a list of buffers for "all_gather"; None for other calls: their results are in the operands.
-
-        Args:
-            call: the name of the collective, such as "all_reduce".
-            agreed: the reduction's operation, label and scale; ("", label, None) without a reduction.
-            cause: the error that made this rank come to this call, for the other ranks' messages; None: no error.
-            follows: True inside `following`: the ranks agree on the call only if it is small or on a device.
-        """
-        if self.takes_device_buffers and is_capturing(operands.buffer):
-            self.raise_together(refusal(call, self.rank))
-        signature, small, slot, meets = self._known.find(call, operands, agreed)
+        key = collective.key()
+        if self.takes_device_buffers:
+            buffer = collective.buffer
+            if is_capturing(buffer):
+                self.raise_together(refusal(collective.name, self.rank))
+            key = *key, kind_of(buffer)
+        known = self.known_calls.get(key) or self.learn(key, collective)
+        signature, small, slot, meets = known
         contract = self.contract
         payload = None
         if small is not None:
             try:
-                payload = small.payload(operands)
+                payload = small.payload(collective)
             except Exception as error:
                 contract.raise_together(error)
         with contract.enter(signature, cause, slot, payload, follows and meets):
             if small is not None:
-                result = small.take(contract.agreed & 1, operands, payload)
+                result = small.take(contract.agreed & 1, collective, payload)
                 if result is not TOO_LARGE:
                     return result
-            return getattr(self.transports.choose(call, operands), call)(operands)
+            for transport in self.transports.preferred:
+                move = transport.choose(collective)
+                if move is not None:
+                    return move(collective)
+            return self.mpi.move(collective)
+
+    def learn(self, key: tuple[Any, ...], collective: Collective) -> KnownCall:
+        """Check the first call of a kind, keep the kind under `key`, and return it.
+
+        Raises: ValueError or TypeError if the operands do not fit the call; the other ranks raise
+            CollectiveMismatchError.
+        """
+        with self.raising_together():
+            collective.check(self.size)
+            small = None
+            on_host = not is_on_accelerator(collective.buffer)
+            if self._slots is not None and on_host:
+                small = collective.small_form(self._slots)
+            slot = small if small is not None and small.writes else None
+            signature = signature_of((*collective.words(), *self._last_words))
+            meets = small is None and on_host and collective.buffer.nbytes > 0
+        if len(self.known_calls) == _KNOWN_CALLS:
+            self.known_calls.clear()
+        self.known_calls[key] = known = KnownCall(signature, small, slot, meets)
+        return known
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         root = index(root)
@@ -263,7 +218,7 @@ class Router(Communicator):
         )
         self.takes_device_buffers = transport.takes_device_buffers
         self.ordered_by_streams = transport.ordered_by_streams
-        self._known.forget(transport.takes_device_buffers)
+        self.known_calls.clear()
         self._overridden.clear()
 
     def explain(self) -> str:

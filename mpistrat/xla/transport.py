@@ -5,13 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mpistrat.arrays import Array, dtype_name, is_on_xla, to_device_of, to_host
+from mpistrat.communicators.collectives.all_gather import AllGather
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_to_all import AllToAll
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce import Reduce
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transport import Operands, Transport
+from mpistrat.communicators.transport import Moves, Transport, by_others
 from mpistrat.communicators.transports.accelerator.buffers import exchange_on_host
 from mpistrat.machine.notices import tell
 
@@ -50,15 +58,13 @@ class XlaTransport(Transport):
         self.rank = host.rank
         self.size = host.size
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
-        if is_on_xla(operands.buffer) and operands.tree is None:
-            return self
-        return None
+    def takes(self, collective: Collective) -> bool:
+        return is_on_xla(collective.buffer)
 
-    def all_reduce(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        reduction = operands.reduction
-        target = operands.target
+    def all_reduce(self, collective: AllReduce) -> None:
+        buffer = collective.buffer
+        reduction = collective.reduction
+        target = collective.target
         if reduction.compressor is not None:
             host = to_host(buffer)
             self._host.all_reduce(host, reduction)
@@ -71,14 +77,14 @@ class XlaTransport(Transport):
             total = total * reduction.scale
         target.copy_(total)
 
-    def reduce(self, operands: Operands) -> None:
-        total = self._sum(operands.buffer, operands.reduction)
-        if self.rank == operands.root:
-            operands.buffer.copy_(total)
+    def reduce(self, collective: Reduce) -> None:
+        total = self._sum(collective.buffer, collective.reduction)
+        if self.rank == collective.root:
+            collective.buffer.copy_(total)
 
-    def reduce_scatter(self, operands: Operands) -> None:
-        total = self._sum(operands.buffer, operands.reduction)
-        out = operands.target
+    def reduce_scatter(self, collective: ReduceScatter) -> None:
+        total = self._sum(collective.buffer, collective.reduction)
+        out = collective.out
         length = math.prod(out.shape[:1])  # a number has one row
         start = self.rank * length
         rows = total[start : start + length]
@@ -93,17 +99,27 @@ class XlaTransport(Transport):
         (total,) = self._runtime.all_reduce(reduction.op, [buffer])
         return total
 
-    def broadcast(self, operands: Operands) -> None:
-        host = to_host(operands.buffer)
-        self._host.broadcast(host, operands.root)
-        operands.buffer.copy_(to_device_of(host, operands.buffer))
+    def broadcast(self, collective: Broadcast) -> None:
+        host = to_host(collective.buffer)
+        self._host.broadcast(host, collective.root)
+        collective.buffer.copy_(to_device_of(host, collective.buffer))
 
-    def all_gather(self, operands: Operands) -> list[Array]:
-        buffer = operands.buffer
+    def all_gather(self, collective: AllGather) -> list[Array]:
+        buffer = collective.buffer
         return [to_device_of(part, buffer) for part in self._host.all_gather(to_host(buffer))]
 
-    def all_to_all(self, operands: Operands) -> None:
-        exchange_on_host(self._host, operands)
+    def all_to_all(self, collective: AllToAll) -> None:
+        exchange_on_host(self._host, collective)
+
+    moves: ClassVar[Moves] = {
+        AllReduce: all_reduce,
+        Reduce: reduce,
+        ReduceScatter: reduce_scatter,
+        Broadcast: broadcast,
+        AllGather: all_gather,
+        AllGatherInto: by_others,
+        AllToAll: all_to_all,
+    }
 
     def explain(self, rest: str) -> str:
         return (

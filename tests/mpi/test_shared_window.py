@@ -14,15 +14,16 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import reducing
+from mpistrat.communicators.collectives.all_reduce import AllReduce
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node import shared_memory
 from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.window import Window
 from mpistrat.communicators.router import Router, Transports
-from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.liveness.records.record import RankRecord
+from support.chosen_transport import chosen_transport
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]
 
@@ -244,9 +245,8 @@ def test_below_what_was_measured_mpi_is_used(window, monkeypatch):
     window.memory.window_buffer(1 << 20)
     taken = []
     through_mpi = window.mpi.all_reduce
-    monkeypatch.setattr(
-        window.mpi, "all_reduce", lambda *a, **k: (taken.append(1), through_mpi(*a, **k))
-    )
+    seen = {AllReduce: lambda _, call: (taken.append(1), through_mpi(call))}
+    monkeypatch.setattr(window.mpi, "moves", {**window.mpi.moves, **seen})
     monkeypatch.setattr(window.transports.preferred[0], "borders", [1 << 22])
     buffer = np.full(100_000, RANK, np.float32)
     window.all_reduce(buffer)
@@ -431,7 +431,7 @@ def test_more_communicators_than_a_record_has_room_for(monkeypatch):
     comm = WORLD.Dup()
     checked = communicator_for(comm)
     buffer = np.full(1 << 17, RANK)
-    assert checked.transports.choose("all_reduce", Operands(buffer)) is checked.mpi
+    assert chosen_transport(checked, buffer) is checked.mpi
     checked.all_reduce(buffer)
     assert equal(buffer, sum(range(SIZE)))
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.node.small_calls import largest_combined
-from mpistrat.communicators.router import Transports
+from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from support.rank_errors import errors_of_ranks
 
@@ -33,13 +33,13 @@ def communicator():
 def moved(monkeypatch):
     """The names of the calls that transports were asked to move."""
     calls = []
-    original = Transports.choose
+    original = WindowTransport.choose
 
-    def choose(self, call, operands):
-        calls.append(call)
-        return original(self, call, operands)
+    def choose(self, collective):
+        calls.append(collective.name)
+        return original(self, collective)
 
-    monkeypatch.setattr(Transports, "choose", choose)
+    monkeypatch.setattr(WindowTransport, "choose", choose)
     return calls
 
 

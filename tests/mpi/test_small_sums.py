@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
+from mpistrat.communicators.collectives.all_reduce import AllReduce
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node.small_calls import largest_combined
 from mpistrat.communicators.transports.mpi import MpiTransport
@@ -36,13 +37,12 @@ def communicator():
 def through_mpi(monkeypatch):
     """The buffers that MPI was given."""
     buffers = []
-    original = MpiTransport.all_reduce
 
-    def all_reduce(self, buffer, *args):
-        buffers.append(buffer)
-        return original(self, buffer, *args)
+    def all_reduce(mpi, collective):
+        buffers.append(collective.buffer)
+        mpi.all_reduce(collective)
 
-    monkeypatch.setattr(MpiTransport, "all_reduce", all_reduce)
+    monkeypatch.setattr(MpiTransport, "moves", {**MpiTransport.moves, AllReduce: all_reduce})
     return buffers
 
 

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -12,29 +13,34 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat import communicators
-from mpistrat.communicators import SUM, Communicator, router
+from mpistrat.communicators import SUM, Communicator, collectives, router
+from mpistrat.communicators.collective_calls import CollectiveCalls
+from mpistrat.communicators.collectives.all_gather import AllGather
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_to_all import AllToAll
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce import Reduce
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.router import Router, Transports
-from mpistrat.communicators.transport import Exchange, Operands, Transport
+from mpistrat.communicators.transport import Transport, by_others
 from mpistrat.communicators.transports.mpi import MpiTransport
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 PACKAGE = Path(communicators.__file__).parents[1]
-CALLS = (
-    *("all_reduce", "reduce", "reduce_scatter", "broadcast"),
-    *("all_gather", "all_gather_into", "all_to_all"),
-)
 
 
 @pytest.fixture(scope="module")
-def movers():
+def transports():
     for module in pkgutil.walk_packages(communicators.__path__, "mpistrat.communicators."):
         importlib.import_module(module.name)
     importlib.import_module("mpistrat.xla.transport")
-    return subclasses(Exchange)
+    return subclasses(Transport)
 
 
 def subclasses(of):
@@ -45,39 +51,53 @@ def subclasses(of):
 def test_only_the_router_is_a_communicator_of_several_ranks():
     """What moves bytes wraps none, tracing is no subclass, and neither is the check."""
     kinds = {kind for kind in subclasses(Communicator) if not issubclass(kind, Router)}
-    assert kinds == {LocalCommunicator}
+    assert kinds == {CollectiveCalls, LocalCommunicator}
     assert {kind.__module__ for kind in subclasses(Router)} <= {router.__name__}
 
 
-def test_transports_have_one_signature(movers):
-    """The operands of the base class, by the same names; what comes after them is a transport's own."""
-    assert len(movers) > 10
-    for kind in movers:
-        for call in CALLS:
-            expected = list(inspect.signature(getattr(Exchange, call)).parameters)
-            parameters = list(inspect.signature(getattr(kind, call)).parameters)
-            assert parameters[: len(expected)] == expected, (kind, call)
+def test_transports_have_one_signature(transports):
+    """A method that moves takes the collective alone, and has its name; `by_others` stands for the slower way."""
+    assert len(transports) > 10
+    for kind in transports:
+        for collective, move in kind.moves.items():
+            assert len(inspect.signature(move).parameters) == 2, (kind, collective)
+            if move is not by_others and not issubclass(collective, AllReduce):
+                assert move.__name__ == collective.name, (kind, collective)
 
 
-def test_a_transport_refuses_what_it_does_not_take(movers):
+def test_mpi_moves_every_collective(transports):
+    for module in pkgutil.iter_modules(collectives.__path__, f"{collectives.__name__}."):
+        importlib.import_module(module.name)
+    moved = {collective.name for collective in MpiTransport.moves}
+    named = {getattr(collective, "name", None) for collective in subclasses(Collective)}
+    assert moved == named - {None}  # `Reducing` is a base
+
+
+def test_a_transport_refuses_what_it_does_not_take():
     class Nothing(Transport):
-        def choose(self, call, operands):
-            return None
-
         def explain(self, rest):
             return rest
 
-    for call, by in (
-        ("all_reduce", "all_reduce"),
-        ("reduce", "all_reduce"),
-        ("reduce_scatter", "all_reduce"),
-        ("broadcast", "broadcast"),
-        ("all_gather", "all_gather"),
-        ("all_gather_into", "all_gather"),
-        ("all_to_all", "all_to_all"),
+    number = np.ones(1)
+    for collective in (
+        AllReduce(number),
+        Reduce(number, SUM),
+        ReduceScatter(number, SUM, number),
+        Broadcast(number),
+        AllGather(number),
+        AllGatherInto(number, number),
+        AllToAll(number, number, (1,), (1,)),
+    ):
+        assert Nothing().choose(collective) is None
+        with pytest.raises(TypeError, match=f"Nothing does not take {collective.name}"):
+            Nothing().move(collective)
+    for collective, by in (
+        (Reduce(number, SUM), "all_reduce"),
+        (ReduceScatter(number, SUM, number), "all_reduce"),
+        (AllGatherInto(number, number), "all_gather"),
     ):
         with pytest.raises(TypeError, match=f"Nothing does not take {by}"):
-            getattr(Nothing(), call)(Operands(np.ones(1), SUM, np.ones(1)))
+            by_others(Nothing(), collective)
 
 
 def imports_of(module):
@@ -112,13 +132,14 @@ def test_the_first_transport_that_takes_a_call_moves_its_bytes():
     class First(Transport):
         """Takes sums of float64."""
 
-        def choose(self, call, operands):
-            is_sum = call == "all_reduce" and operands.reduction.op == "sum"
-            return self if is_sum and operands.buffer.dtype == np.float64 else None
+        def takes(self, collective):
+            return collective.reduction.op == "sum" and collective.buffer.dtype == np.float64
 
-        def all_reduce(self, operands):
-            moved.append(operands.reduction)
-            MpiTransport.all_reduce(communicator.mpi, operands)
+        def all_reduce(self, collective):
+            moved.append(collective.reduction)
+            communicator.mpi.all_reduce(collective)
+
+        moves = MappingProxyType({AllReduce: all_reduce})
 
         def explain(self, rest):
             return f"float64 by itself\n{rest}"

@@ -37,7 +37,6 @@ LARGE_CLASSES = {
     "Communicator": "a method for each collective of MPI",
     "MpistratProcessGroup": "torch calls each collective, and asks each question, by a name of its own",
     "Observer": "an event of a node's ranks is one method",
-    "Router": "a Communicator's methods",
     "Strategy": "tf.distribute.Strategy, and what programs of PyTorch ask: programs know the names",
     "StrategyExtended": "tf.distribute.StrategyExtended: programs know the names",
     "Variable": "tf.Variable, which is also a number: programs know the names",

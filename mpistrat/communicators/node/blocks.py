@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -9,11 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.communicators.host_views import address_of, bytes_of
+from mpistrat.communicators.host_views import address_of
 from mpistrat.communicators.node.shared_memory import FENCE
 from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
-from mpistrat.communicators.reduction.tree import how_to_combine
-from mpistrat.communicators.transport import Exchange, Operands, Unbroken
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 
@@ -32,7 +31,36 @@ _TICK = 0
 _PLACE = 8
 
 
-class Blocks(Exchange):
+class Unbroken(contextlib.AbstractContextManager[None]):
+    """A context around a collective that no rank may leave in its middle, because the other ranks wait for its part.
+
+    It lets an error of the block pass, and remembers it.
+
+    Args:
+        purpose: the thing that this rank can no longer do, for the message: "share memory with others".
+        call: words for the collective, for the message.
+
+    Raises: RuntimeError on entering, if an error has left the block before.
+    """
+
+    def __init__(self, purpose: str, call: str = "a collective") -> None:
+        self._purpose = purpose
+        self._call = call
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(
+                f"this rank cannot {self._purpose} any more: it left {self._call} in its middle, for "
+                f"{type(self._error).__name__}, and others may wait for its part. Save the results that you need "
+                "and end the program"
+            ) from self._error
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._error = error
+
+
+class Blocks:
     """Shared memory where the ranks of a node meet (`tick`), and pass each other pieces of buffers, called blocks.
 
     Each rank has three blocks of 1 MB, used in turn. It writes its values into one before a tick; after the tick, each
@@ -96,26 +124,30 @@ class Blocks(Exchange):
         self.tick()
         return [words[_PLACE] for words in self._words]
 
-    def all_reduce(self, operands: Operands, takers: Sequence[int] = ()) -> None:
+    def all_reduce(
+        self,
+        how: Arithmetic,
+        source: Any,
+        target: Any,
+        scale: float | None,
+        takers: Sequence[int] = (),
+    ) -> None:
         """All-reduce in blocks: between two ticks, write the next block, and combine a part of the present block.
 
         The combining rank writes its result over the other ranks' values. It has just read them, so these cache lines
         are near its core. To fetch other lines from distant cores takes ten times as long.
 
         Args:
-            operands: the result goes to `out`, or to `buffer` if `out` is None.
+            how: combines elements of the dtype.
+            source: this rank's elements, in one dimension.
+            target: gets the result; it may be `source`.
+            scale: a factor of the result; None: the result as it is.
             takers: the ranks that get the result; empty: all ranks.
         """
-        buffer = operands.buffer
-        out = operands.out
-        scale = operands.reduction.scale
-        how = how_to_combine(buffer.dtype, operands.reduction.op, operands.tree)
-        source = how.flat(buffer)
-        target = source if out is None else how.flat(out)
         slots = self._elements(how)
         rank = self.rank
         takers = takers or self._own_first
-        width = _width(self._size, int(buffer.nbytes)) // how.itemsize
+        width = _width(self._size, len(source) * how.itemsize) // how.itemsize
         step = width * self._size
         own_place = rank * width
         with self.unbroken:
@@ -149,15 +181,10 @@ class Blocks(Exchange):
                         part = target[begin : begin + width]
                         part[:] = combined[place : place + len(part)]
 
-    def reduce(self, operands: Operands) -> None:
-        self.all_reduce(operands, [operands.root])
-
-    def reduce_scatter(self, operands: Operands) -> None:
-        source = bytes_of(operands.buffer)
-        how = how_to_combine(operands.buffer.dtype, operands.reduction.op)
-        part_bytes = len(source) // self._size
-        bounds = share_of(len(source), part_bytes, self._size)
-        self.combine_slice(how, source, bounds, how.view(bytes_of(operands.target)))
+    def reduce_scatter(self, how: Arithmetic, source: np.ndarray, out: np.ndarray) -> None:
+        """Combine the ranks' `source`, and give each rank its part in `out`; both are bytes. Collective."""
+        bounds = share_of(len(source), len(out), self._size)
+        self.combine_slice(how, source, bounds, how.view(out))
 
     def combine_slice(
         self, how: Arithmetic, source: np.ndarray, bounds: Sequence[tuple[int, int]], out: Any
@@ -211,9 +238,8 @@ class Blocks(Exchange):
             place = peer * width
             slot[place : place + len(part)] = part
 
-    def broadcast(self, operands: Operands) -> None:
-        memory = bytes_of(operands.buffer)
-        root = operands.root
+    def broadcast(self, memory: np.ndarray, root: int) -> None:
+        """Overwrite the bytes `memory` of every rank with the root's. Collective."""
         with self.unbroken:
             for start in range(0, len(memory), _STEP):
                 slot = self._slots[self._ticks % _SLOTS][root]
@@ -224,16 +250,24 @@ class Blocks(Exchange):
                 if self.rank != root:
                     part[:] = slot[: len(part)]
 
-    def all_to_all(self, operands: Operands) -> None:
-        """Exchange rows: each block has a part for every rank. `operands.starts` must not be None."""
-        source = bytes_of(operands.buffer)
-        target = bytes_of(operands.target)
-        row_bytes = operands.row_bytes
-        starts = np.array(operands.starts) * row_bytes
+    def all_to_all(
+        self,
+        source: np.ndarray,
+        target: np.ndarray,
+        starts: np.ndarray,
+        received: Sequence[int],
+    ) -> None:
+        """Send each rank some bytes of `source`: each block has a part for every rank. Collective.
+
+        Args:
+            target: gets the bytes that arrive, in rank order.
+            starts: for each rank, a row: the index of its first byte for each rank, then the number of all its bytes.
+            received: how many bytes this rank expects from each rank.
+        """
         lengths = np.diff(starts)
         width = _BLOCK // self._size
         bounds = list(itertools.pairwise(starts[self.rank].tolist()))
-        ends = np.cumsum(operands.received) * row_bytes
+        ends = np.cumsum(received)
         parts = np.split(target, ends[:-1])
         first, end = bounds[self.rank]
         _copy(source[first:end], parts[self.rank])
@@ -249,10 +283,6 @@ class Blocks(Exchange):
                     arrived = max(0, min(rest, width))
                     brought = slots[peer][place : place + arrived]
                     _copy(brought, parts[peer][start:])
-
-    def all_gather_into(self, operands: Operands) -> None:
-        parts = list(bytes_of(operands.target).reshape(self._size, -1))
-        self.gather(bytes_of(operands.buffer), parts)
 
     def gather(self, part: np.ndarray, parts: Sequence[np.ndarray]) -> None:
         """Copy every rank's `part` into `parts`, on all ranks. Collective.

@@ -12,8 +12,6 @@ from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node.blocks import PAGE, Blocks
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
-from mpistrat.communicators.reduction.tree import how_to_combine
-from mpistrat.communicators.transport import Exchange, Operands
 
 # Bytes that are combined and copied to all buffers before the next bytes, while they are in the caches.
 _CHUNK = 1 << 18
@@ -22,7 +20,7 @@ _BUFFERS = 3
 NOWHERE = -1
 
 
-class Window(Exchange):
+class Window:
     """Memory that a node's ranks share: it hands out buffers to arrays, and combines such buffers in place.
 
     Each rank has three buffers in its segment. Ranks may use different ones for the same call.
@@ -86,15 +84,19 @@ class Window(Exchange):
             self._places = self._blocks.exchange(place)
         return NOWHERE not in self._places
 
-    def all_reduce(self, operands: Operands) -> None:
-        """Combine this rank's part of all ranks' buffers, and write the result into all these buffers. Collective."""
-        how = how_to_combine(operands.buffer.dtype, operands.reduction.op, operands.tree)
-        nbytes = int(operands.buffer.nbytes)
+    def all_reduce(self, how: Arithmetic, nbytes: int, scale: float | None) -> None:
+        """Combine this rank's part of all ranks' buffers, and write the result into all these buffers. Collective.
+
+        Args:
+            how: combines elements of the dtype.
+            nbytes: bytes of a buffer.
+            scale: a factor of the result; None: the result as it is.
+        """
         bounds = share_of(nbytes, how.itemsize, self._size)[self.rank]
         with self._blocks.unbroken:
             for _, pieces in self._chunks(how, bounds):
                 total = pieces[self.rank]
-                how.combine(pieces, total, operands.reduction.scale)
+                how.combine(pieces, total, scale)
                 for peer in self._others:
                     pieces[peer][:] = total
             self._blocks.tick()  # no rank may go on while others read or write its memory

@@ -65,7 +65,7 @@ class ReductionTree:
             return False
         return right.stop == min(left.start + length, self.replicas)
 
-    @property
+    @functools.cached_property
     def one_each(self) -> bool:
         """Whether every rank holds exactly one sum."""
         numbers = {len(parts) for parts in self.held}
@@ -172,12 +172,3 @@ def tree_sum_of(dtype: Any, tree: ReductionTree) -> TreeSum:
             "first"
         )
     return TreeSum(arithmetic_of(dtype, "sum"), tree)
-
-
-@functools.lru_cache
-def how_to_combine(dtype: Any, op: str, tree: ReductionTree | None = None) -> Arithmetic:
-    """Return the object that combines elements in `tree`'s order, or in rank order without a tree.
-
-    Raises: TypeError if elements of `dtype` cannot be combined by `op`.
-    """
-    return arithmetic_of(dtype, op) if tree is None else tree_sum_of(dtype, tree)

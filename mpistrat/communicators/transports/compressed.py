@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from mpistrat.arrays import dtype_name
+from mpistrat.communicators.collectives.all_reduce import AllReduce
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction.arithmetic import SUMMED_AS_FLOAT32
-from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
+from mpistrat.communicators.reduction.as_float32 import reduce_in_place
+from mpistrat.communicators.transport import Moves, Transport
 
 _DTYPES = ("float32", *SUMMED_AS_FLOAT32)
 
@@ -26,19 +30,24 @@ class CompressedTransport(Transport):
         self._messages = messages
         self._smallest = smallest
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
-        buffer = operands.buffer
-        reduction = operands.reduction
-        is_sum = (call, reduction.op, operands.tree) == ("all_reduce", "sum", None)
-        if reduction.compressor is None or not is_sum or buffer.nbytes < self._smallest:
-            return None
-        return self if dtype_name(buffer).startswith(_DTYPES) else None
+    def takes(self, collective: AllReduce) -> bool:
+        buffer = collective.buffer
+        reduction = collective.reduction
+        if reduction.compressor is None or reduction.op != "sum" or buffer.nbytes < self._smallest:
+            return False
+        return dtype_name(buffer).startswith(_DTYPES)
 
-    def all_reduce(self, operands: Operands) -> None:
-        compressor = operands.reduction.compressor
-        if compressor is None:
-            self._refuse("all_reduce")
-        reduce_in_place(operands, lambda values: compressor(self._messages, values.reshape(-1)))
+    def all_reduce(self, collective: AllReduce) -> None:
+        reduction = collective.reduction
+        compressor: Any = reduction.compressor  # `takes` has seen it
+        reduce_in_place(
+            collective.buffer,
+            collective.out,
+            reduction.scale,
+            lambda values: compressor(self._messages, values.reshape(-1)),
+        )
+
+    moves: ClassVar[Moves] = {AllReduce: all_reduce}
 
     def explain(self, rest: str) -> str:
         return rest

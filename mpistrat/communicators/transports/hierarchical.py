@@ -7,11 +7,16 @@ byte crosses the network as often as if a node were one rank.
 from __future__ import annotations
 
 import collections
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_reduce_by_tree import AllReduceByTree
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce import Reduce
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs.measurement import NOT_MEASURED, Costs, costs_of
 from mpistrat.communicators.costs.model import slowest
@@ -20,17 +25,16 @@ from mpistrat.communicators.node.common_memory import CommonMemory
 from mpistrat.communicators.node.memory import NodeMemory
 from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.communicators.reduction import Reduction
-from mpistrat.communicators.reduction.arithmetic import scale, share_of
-from mpistrat.communicators.reduction.tree import ReductionTree, how_to_combine
+from mpistrat.communicators.reduction.arithmetic import Arithmetic, scale, share_of
+from mpistrat.communicators.reduction.tree import ReductionTree, tree_sum_of
 from mpistrat.communicators.router import Router, Transports
-from mpistrat.communicators.transport import Operands, Transport
+from mpistrat.communicators.transport import Moves, Transport, by_others
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
-from mpistrat.communicators.transports.window import MEMORY, MPI, WindowTransport, are_sliced
+from mpistrat.communicators.transports.window import MEMORY, MPI, WindowTransport
 
 # For smaller buffers, the meetings within a node cost more time than the network saves.
 SMALLEST = 1 << 16
-_CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
 # Names of routes (ways to move bytes). BY_NODE is MEMORY, within each node, followed by BETWEEN.
 BY_NODE = "by node"
 BETWEEN = "slices between nodes"
@@ -79,14 +83,11 @@ class HierarchicalTransport(Transport, NodeMemory):
         of_ranks: list[tuple[int, int]] = mpi.comm.allgather((first, node.rank))
         self._nodes, self._places = zip(*of_ranks, strict=True)
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
-        buffer = operands.buffer
-        op = operands.reduction.op
-        if buffer.nbytes < SMALLEST or call not in _CALLS:
-            return None
-        if not are_sliced(call, op, buffer.dtype, operands.tree):
-            return None
-        return self if self._by_node(buffer.nbytes) else None
+    def takes(self, collective: Collective) -> bool:
+        nbytes = collective.buffer.nbytes
+        if nbytes < SMALLEST or not collective.can_slice():
+            return False
+        return self._by_node(nbytes)
 
     def _by_node(self, nbytes: int) -> bool:
         """Whether this transport is faster than MPI for a buffer of `nbytes`. Collective; the first call measures.
@@ -147,27 +148,35 @@ class HierarchicalTransport(Transport, NodeMemory):
             return None, missing
         return memory, ""
 
-    def all_reduce(self, operands: Operands) -> None:
+    def all_reduce(self, collective: AllReduce) -> None:
+        self._combine_by_node(collective, collective.how(), None)
+
+    def all_reduce_by_tree(self, collective: AllReduceByTree) -> None:
+        within, between = self._parts_of(collective.tree)
+        how = tree_sum_of(collective.buffer.dtype, within)
+        self._combine_by_node(collective, how, between)
+
+    def _combine_by_node(
+        self, collective: AllReduce, how: Arithmetic, between: ReductionTree | None
+    ) -> None:
         """Combine within each node, then slice by slice between the nodes, and collect the slices within each node.
 
         If every rank of this node has its buffer in the window (shared memory), the buffers are combined there without
         a copy; else they are copied in blocks.
+
+        Args:
+            how: combines the ranks of this node.
+            between: the order of additions over the nodes; None for any order.
         """
-        blocks: Any = self.node.shared_blocks()  # `choose` has seen them
+        blocks: Any = self.node.shared_blocks()  # `takes` has seen them
         window = self.node.window
-        buffer = operands.buffer
-        reduction = operands.reduction
-        tree = operands.tree
-        within = between = None
-        if tree is not None:
-            within, between = self._parts_of(tree)
-        how = how_to_combine(buffer.dtype, reduction.op, within)
+        buffer = collective.buffer
         source = bytes_of(buffer)
-        target = bytes_of(operands.target)
+        target = bytes_of(collective.target)
         bounds = share_of(len(source), how.itemsize, self.node.size, self.senders)
         first, end = bounds[self.node.rank]
         total = how.totals((end - first) // how.itemsize)
-        if window is not None and not window.find(buffer, operands.out):
+        if window is not None and not window.find(buffer, collective.out):
             window = None
         with blocks.unbroken:
             if window is None:
@@ -175,7 +184,7 @@ class HierarchicalTransport(Transport, NodeMemory):
             else:
                 window.combine(how, (first, end), total)
             if self.across is not None and first < end:
-                total = _combined(self.across, total, reduction, between)
+                total = _combined(self.across, total, collective.reduction, between)
             if window is not None:
                 window.spread(how, (first, end), total)
                 blocks.tick()  # no rank may go on while others read or write its memory
@@ -186,14 +195,14 @@ class HierarchicalTransport(Transport, NodeMemory):
                 how.view(own_slice)[:] = total
             blocks.gather(own_slice, slices)
 
-    def broadcast(self, operands: Operands) -> None:
+    def broadcast(self, collective: Broadcast) -> None:
         """Send to all ranks of the root's node; its senders send slices to the other nodes; each node collects them."""
-        blocks: Any = self.node.shared_blocks()  # `choose` has seen them
-        memory = bytes_of(operands.buffer)
-        node = self._nodes[operands.root]
+        blocks: Any = self.node.shared_blocks()  # `takes` has seen them
+        memory = bytes_of(collective.buffer)
+        node = self._nodes[collective.root]
         here = self._nodes[self.rank] == node
         if here:
-            self._within.broadcast(memory, self._places[operands.root])
+            self._within.broadcast(memory, self._places[collective.root])
         bounds = share_of(len(memory), 1, self.node.size, self.senders)
         slices = [memory[start:stop] for start, stop in bounds]
         own_slice = slices[self.node.rank]
@@ -201,6 +210,13 @@ class HierarchicalTransport(Transport, NodeMemory):
             self.across.broadcast(own_slice, self._peers().index(node))
         if not here:
             blocks.gather(own_slice, slices)
+
+    moves: ClassVar[Moves] = {
+        AllReduce: all_reduce,
+        AllReduceByTree: all_reduce_by_tree,
+        Reduce: by_others,
+        Broadcast: broadcast,
+    }
 
     def _peers(self) -> list[int]:
         """Return, for each rank of `across` in order, the lowest rank on its node: the node's number in `_nodes`."""

@@ -7,31 +7,63 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, is_torch, itemsize, num_elements
 from mpistrat.cluster_resolver.launcher import library_name
+from mpistrat.communicators.collectives.all_gather import AllGather
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_reduce_by_tree import AllReduceByTree
+from mpistrat.communicators.collectives.all_to_all import AllToAll
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.reduce import Reduce
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, parts_with_own, view_of
 from mpistrat.communicators.reduction import OPS as NAMES_OF_OPS
 from mpistrat.communicators.reduction.arithmetic import (
     KNOWN_TO_MPI,
     SUMMED_AS_FLOAT32,
     Arithmetic,
-    arithmetic_of,
     scale,
     share_of,
 )
-from mpistrat.communicators.reduction.tree import ReductionTree, tree_sum_of
-from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
+from mpistrat.communicators.reduction.as_float32 import reduce_in_place
+from mpistrat.communicators.transport import Moves, Transport
 
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in NAMES_OF_OPS}
 # From this many bytes on, exchanging floats of 16 and 8 bits twice takes less time than one MPI reduction of float32.
 _SMALLEST_IN_SLICES = 1 << 15
 # Up to this many bytes on all ranks together, each rank adds up all sums, because a second message takes longer.
 _WHOLE = 1 << 15
+
+
+def all_reduce_by_tree(mpi: MpiTransport, collective: AllReduceByTree) -> None:
+    """Add up the sums of all ranks in the tree's order. Collective.
+
+    Each rank adds up one slice and sends it to all ranks; small sums are added up as a whole on each rank.
+    """
+    comm = mpi.comm
+    factor = collective.reduction.scale
+    how = collective.how()
+    held = [len(parts) for parts in collective.tree.held]
+    memory = bytes_of(collective.buffer).reshape(held[comm.rank], -1)
+    nbytes = memory.shape[1]
+    if not nbytes:
+        return
+    if nbytes * comm.size > _WHOLE:
+        _all_reduce_in_slices(comm, how, list(memory), held, memory[0], factor)
+        return
+    gathered = np.empty((sum(held), nbytes), np.uint8)
+    if collective.tree.one_each:
+        comm.Allgather(memory, gathered)
+    else:
+        comm.Allgatherv(memory, [gathered, [number * nbytes for number in held]])
+    pieces = [how.view(piece) for piece in gathered]
+    how.combine(pieces, how.view(memory[0]), factor)
 
 
 class MpiTransport(Transport):
@@ -47,56 +79,52 @@ class MpiTransport(Transport):
         self.size = comm.Get_size()
         self.thread_multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
-    def choose(self, call: str, operands: Operands) -> Transport:
-        return self
-
-    def all_reduce(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        reduction = operands.reduction
-        if operands.tree is not None:
-            _all_reduce_by_tree(self.comm, buffer, operands.tree, reduction.scale)
-            return
+    def all_reduce(self, collective: AllReduce) -> None:
+        buffer = collective.buffer
+        reduction = collective.reduction
         op = OPS[reduction.op]
         name = dtype_name(buffer)
         if name.startswith(SUMMED_AS_FLOAT32):
             if buffer.nbytes < _SMALLEST_IN_SLICES:
                 reduce_in_place(
-                    operands, lambda wide: self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), op)
+                    buffer,
+                    collective.out,
+                    reduction.scale,
+                    lambda wide: self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), op),
                 )
                 return
-            how = arithmetic_of(buffer.dtype, reduction.op)
-            total = bytes_of(operands.target)
+            total = bytes_of(collective.target)
             sums = [bytes_of(buffer)]
             held = [1] * self.size
-            _all_reduce_in_slices(self.comm, how, sums, held, total, reduction.scale)
+            _all_reduce_in_slices(self.comm, collective.how(), sums, held, total, reduction.scale)
             return
         if is_torch(buffer) and name not in KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {name}; convert it to float32 first")
-        target = operands.target
+        target = collective.target
         source: Any = MPI.IN_PLACE
-        if operands.out is not None:
+        if collective.out is not None:
             source = view_of(buffer)
         self.comm.Allreduce(source, view_of(target), op)
         scale(target, reduction.scale)
 
-    def reduce(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        root = operands.root
-        op = OPS[operands.reduction.op]
+    def reduce(self, collective: Reduce) -> None:
+        buffer = collective.buffer
+        root = collective.root
+        op = OPS[collective.reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            super().reduce(operands)
+            collective.by_others(self)
         elif self.rank == root:
             self.comm.Reduce(MPI.IN_PLACE, view_of(buffer), op, root)
         else:
             self.comm.Reduce(view_of(buffer), None, op, root)
 
-    def reduce_scatter(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        op = OPS[operands.reduction.op]
+    def reduce_scatter(self, collective: ReduceScatter) -> None:
+        buffer = collective.buffer
+        op = OPS[collective.reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            super().reduce_scatter(operands)
+            collective.by_others(self)
         else:
-            self.comm.Reduce_scatter_block(view_of(buffer), view_of(operands.target), op)
+            self.comm.Reduce_scatter_block(view_of(buffer), view_of(collective.out), op)
 
     def start_max(self, buffer: np.ndarray) -> Callable[[], bool]:
         """Begin an all-reduce of `buffer` in place to the greatest values, without waiting.
@@ -108,25 +136,25 @@ class MpiTransport(Transport):
         """
         return self.comm.Iallreduce(MPI.IN_PLACE, buffer, MPI.MAX).Test
 
-    def broadcast(self, operands: Operands) -> None:
-        self.comm.Bcast([view_of(operands.buffer), MPI.BYTE], operands.root)
+    def broadcast(self, collective: Broadcast) -> None:
+        self.comm.Bcast([view_of(collective.buffer), MPI.BYTE], collective.root)
 
-    def shapes_of(self, operands: Operands) -> np.ndarray:
-        """Return an array with each rank's shape in a row, and set `operands.shapes`; exchange shapes if it is None."""
-        if operands.shapes is None:
-            shape = tuple(operands.buffer.shape) or (1,)
-            operands.shapes = _gathered(self.comm, shape)
-        return operands.shapes
+    def shapes_of(self, collective: AllGather) -> np.ndarray:
+        """Return an array with each rank's shape in a row, and set `shapes`; exchange shapes if it is None."""
+        if collective.shapes is None:
+            shape = tuple(collective.buffer.shape) or (1,)
+            collective.shapes = _gathered(self.comm, shape)
+        return collective.shapes
 
-    def starts_of(self, operands: Operands) -> Sequence[Sequence[int]]:
-        """Return each rank's `own_starts`, and set `operands.starts`; exchange them if it is None."""
-        if operands.starts is None:
-            operands.starts = _gathered(self.comm, operands.own_starts).tolist()
-        return operands.starts
+    def starts_of(self, collective: AllToAll) -> Sequence[Sequence[int]]:
+        """Return each rank's `own_starts`, and set `starts`; exchange them if it is None."""
+        if collective.starts is None:
+            collective.starts = _gathered(self.comm, collective.own_starts).tolist()
+        return collective.starts
 
-    def all_gather(self, operands: Operands) -> list[Array]:
-        buffer = operands.buffer
-        shapes = self.shapes_of(operands)
+    def all_gather(self, collective: AllGather) -> list[Array]:
+        buffer = collective.buffer
+        shapes = self.shapes_of(collective)
         view = view_of(buffer)
         lengths = shapes.prod(axis=1)
         gathered = np.empty(int(lengths.sum()), view.dtype)
@@ -142,24 +170,35 @@ class MpiTransport(Transport):
             parts.append(as_buffer_of(buffer, piece.reshape(shape)))
         return parts
 
-    def all_gather_into(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        out = operands.target
+    def all_gather_into(self, collective: AllGatherInto) -> None:
+        buffer = collective.buffer
+        out = collective.out
         parts_with_own(buffer, out, self.rank, self.size)
         with _elements_of(itemsize(buffer)) as element:
             self.comm.Allgather(MPI.IN_PLACE, [bytes_of(out), num_elements(buffer), element])
 
-    def all_to_all(self, operands: Operands) -> None:
-        if not operands.row_bytes:
+    def all_to_all(self, collective: AllToAll) -> None:
+        if not collective.row_bytes:
             return
         # mpi4py would take a tuple for a pair of counts and displacements.
-        sent = list(operands.sent)
-        received = list(operands.received)
-        with _elements_of(operands.row_bytes) as element:
+        sent = list(collective.sent)
+        received = list(collective.received)
+        with _elements_of(collective.row_bytes) as element:
             self.comm.Alltoallv(
-                [bytes_of(operands.buffer), sent, element],
-                [bytes_of(operands.target), received, element],
+                [bytes_of(collective.buffer), sent, element],
+                [bytes_of(collective.out), received, element],
             )
+
+    moves: ClassVar[Moves] = {
+        AllReduce: all_reduce,
+        AllReduceByTree: all_reduce_by_tree,
+        Reduce: reduce,
+        ReduceScatter: reduce_scatter,
+        Broadcast: broadcast,
+        AllGather: all_gather,
+        AllGatherInto: all_gather_into,
+        AllToAll: all_to_all,
+    }
 
     @property
     def library(self) -> str:
@@ -171,31 +210,6 @@ class MpiTransport(Transport):
 
     def split(self, color: int, key: int = 0) -> MpiTransport:
         return MpiTransport(cast("MPI.Intracomm", self.comm.Split(color, key)))
-
-
-def _all_reduce_by_tree(
-    comm: MPI.Intracomm, sums: Array, tree: ReductionTree, factor: float | None
-) -> None:
-    """Add up the `sums` of all ranks in `tree`'s order, times `factor`, into `sums[0]` of each rank. Collective.
-
-    Each rank adds up one slice and sends it to all ranks; small sums are added up as a whole on each rank.
-    """
-    how = tree_sum_of(sums.dtype, tree)
-    held = [len(parts) for parts in tree.held]
-    memory = bytes_of(sums).reshape(held[comm.rank], -1)
-    nbytes = memory.shape[1]
-    if not nbytes:
-        return
-    if nbytes * comm.size > _WHOLE:
-        _all_reduce_in_slices(comm, how, list(memory), held, memory[0], factor)
-        return
-    gathered = np.empty((sum(held), nbytes), np.uint8)
-    if tree.one_each:
-        comm.Allgather(memory, gathered)
-    else:
-        comm.Allgatherv(memory, [gathered, [number * nbytes for number in held]])
-    pieces = [how.view(piece) for piece in gathered]
-    how.combine(pieces, how.view(memory[0]), factor)
 
 
 def _all_reduce_in_slices(

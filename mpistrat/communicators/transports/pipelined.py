@@ -14,16 +14,13 @@ from typing import ClassVar
 import numpy as np
 from mpi4py import MPI
 
+from mpistrat.communicators.collectives.all_reduce import AllReduce
 from mpistrat.communicators.costs.measurement import NOT_MEASURED, costs_of
 from mpistrat.communicators.host_views import bytes_of
-from mpistrat.communicators.reduction.arithmetic import (
-    Arithmetic,
-    arithmetic_of,
-    can_combine,
-    share_of,
-)
+from mpistrat.communicators.node.blocks import Unbroken
+from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
 from mpistrat.communicators.router import Router, Transports
-from mpistrat.communicators.transport import Operands, Transport, Unbroken
+from mpistrat.communicators.transport import Moves, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
@@ -70,19 +67,17 @@ class PipelinedTransport(Transport):
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
-        buffer = operands.buffer
-        if call != "all_reduce" or operands.tree is not None or buffer.nbytes < SMALLEST:
-            return None
-        if not can_combine(buffer.dtype, operands.reduction.op):
-            return None
+    def takes(self, collective: AllReduce) -> bool:
+        nbytes = collective.buffer.nbytes
+        if nbytes < SMALLEST or not collective.can_slice():
+            return False
         self.settle()
-        return self if buffer.nbytes >= self.smallest else None
+        return nbytes >= self.smallest
 
     def settle(self, abreast: int = 1) -> None:
         """Measure `costs`, and compute `smallest`, unless an earlier call has done so. Collective.
 
-        Called by: `choose`, and `HierarchicalTransport` when it measures its routes.
+        Called by: `takes`, and `HierarchicalTransport` when it measures its routes.
 
         Args:
             abreast: number of such communicators over the same nodes that measure at the same time.
@@ -101,14 +96,14 @@ class PipelinedTransport(Transport):
         )
         self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
 
-    def all_reduce(self, operands: Operands) -> None:
+    def all_reduce(self, collective: AllReduce) -> None:
         """All-reduce in pieces: each rank gets its part of a piece from all ranks, combines it, and sends it to all.
 
         All ranks send and receive in the same order, so all messages have the same tag.
         """
-        how = arithmetic_of(operands.buffer.dtype, operands.reduction.op)
-        source = bytes_of(operands.buffer)
-        target = bytes_of(operands.target)
+        how = collective.how()
+        source = bytes_of(collective.buffer)
+        target = bytes_of(collective.target)
         length = TO_EACH * min(self.size, _MOST_RANKS)
         firsts = range(0, len(source), length)
         waiting = collections.deque(slice(first, first + length) for first in firsts)
@@ -127,7 +122,7 @@ class PipelinedTransport(Transport):
                     bounds = share_of(len(total), how.itemsize, self.size)
                     part = how.view(total[slice(*bounds[self.rank])])
                     views = [how.view(arrived) for arrived in parts]
-                    how.combine(views, part, operands.reduction.scale)
+                    how.combine(views, part, collective.reduction.scale)
                     leaving.append(self._gather(total, bounds))
                     if len(leaving) > _ON_THEIR_WAY:
                         self._wait(leaving[0])
@@ -138,6 +133,8 @@ class PipelinedTransport(Transport):
                 for requests in (*(arrival[0] for arrival in arriving), *leaving):
                     self.left.extend(requests)
                 raise
+
+    moves: ClassVar[Moves] = {AllReduce: all_reduce}
 
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
         """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`.

@@ -9,10 +9,16 @@ for programs that ask for `CommunicationImplementation.RING`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
+from mpistrat.communicators.collectives.all_gather import AllGather
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
 from mpistrat.communicators.host_views import (
     as_buffer_of,
     bytes_of,
@@ -23,10 +29,10 @@ from mpistrat.communicators.host_views import (
 from mpistrat.communicators.reduction.arithmetic import (
     SUMMED_AS_FLOAT32,
     arithmetic_of,
-    can_combine,
     share_of,
 )
-from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
+from mpistrat.communicators.reduction.as_float32 import reduce_in_place
+from mpistrat.communicators.transport import Moves, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
 
 _TAG = 1
@@ -44,24 +50,19 @@ class RingTransport(Transport):
         self.rank = mpi.rank
         self.size = mpi.size
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
-        if call in ("all_gather", "all_gather_into"):
-            return self
-        # A reduction to one rank, and a broadcast, goes through MPI.
-        goes_round = call in ("all_reduce", "reduce_scatter") and operands.tree is None
-        known = goes_round and can_combine(operands.buffer.dtype, operands.reduction.op)
-        return self if known else None
+    def takes(self, collective: Collective) -> bool:
+        return collective.can_slice()
 
-    def all_reduce(self, operands: Operands) -> None:
-        bytes_of(operands.target)  # raises ValueError unless it is C-contiguous
-        op = operands.reduction.op
+    def all_reduce(self, collective: AllReduce) -> None:
+        bytes_of(collective.target)  # raises ValueError unless it is C-contiguous
+        op = collective.reduction.op
 
         def around(values: Array) -> None:
             parts = self._parts(view_of(values).reshape(-1))
             self._combine(parts, op)
             self._hand_round(parts)
 
-        reduce_in_place(operands, around)
+        reduce_in_place(collective.buffer, collective.out, collective.reduction.scale, around)
 
     def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
         """Cut `flat` into a view for each rank, in rank order; lengths differ by at most one element, and may be 0."""
@@ -91,24 +92,31 @@ class RingTransport(Transport):
         after = (self.rank + 1) % self.size
         self._mpi.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
 
-    def reduce_scatter(self, operands: Operands) -> None:
-        if dtype_name(operands.buffer).startswith(SUMMED_AS_FLOAT32):
-            super().reduce_scatter(operands)
+    def reduce_scatter(self, collective: ReduceScatter) -> None:
+        if dtype_name(collective.buffer).startswith(SUMMED_AS_FLOAT32):
+            collective.by_others(self)
         else:
-            parts = self._parts(view_of(operands.buffer).reshape(-1).copy())
-            self._combine(parts, operands.reduction.op)
-            bytes_of(operands.target)[:] = parts[self.rank].view(np.uint8)
+            parts = self._parts(view_of(collective.buffer).reshape(-1).copy())
+            self._combine(parts, collective.reduction.op)
+            bytes_of(collective.out)[:] = parts[self.rank].view(np.uint8)
 
-    def all_gather(self, operands: Operands) -> list[Array]:
-        buffer = operands.buffer
-        parts = room_for(buffer, self._mpi.shapes_of(operands))
+    def all_gather(self, collective: AllGather) -> list[Array]:
+        buffer = collective.buffer
+        parts = room_for(buffer, self._mpi.shapes_of(collective))
         parts[self.rank][...] = view_of(buffer)
         self._hand_round([bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
 
-    def all_gather_into(self, operands: Operands) -> None:
-        out = operands.target
-        self._hand_round(parts_with_own(operands.buffer, out, self.rank, self.size))
+    def all_gather_into(self, collective: AllGatherInto) -> None:
+        parts = parts_with_own(collective.buffer, collective.out, self.rank, self.size)
+        self._hand_round(parts)
+
+    moves: ClassVar[Moves] = {
+        AllReduce: all_reduce,
+        ReduceScatter: reduce_scatter,
+        AllGather: all_gather,
+        AllGatherInto: all_gather_into,
+    }
 
     def explain(self, rest: str) -> str:
         but_for = "broadcasts, exchanges of rows and reductions to one rank"

@@ -11,11 +11,21 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import MethodType
+from typing import ClassVar
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.communicators.collectives.all_gather import AllGather
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_reduce_by_tree import AllReduceByTree
+from mpistrat.communicators.collectives.all_to_all import AllToAll
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce import Reduce
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
 from mpistrat.communicators.costs import measurement
 from mpistrat.communicators.costs.distance import NBYTES, distance
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, room_for, view_of
@@ -25,10 +35,9 @@ from mpistrat.communicators.node.memory import NodeMemory
 from mpistrat.communicators.node.shared_memory import own_bytes, share
 from mpistrat.communicators.node.slots import SharedSlots
 from mpistrat.communicators.node.window import Window
-from mpistrat.communicators.reduction.arithmetic import can_combine, share_of
-from mpistrat.communicators.reduction.tree import ReductionTree
+from mpistrat.communicators.reduction.arithmetic import share_of
 from mpistrat.communicators.router import Router, Transports
-from mpistrat.communicators.transport import Exchange, Operands, Transport
+from mpistrat.communicators.transport import Move, Moves, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.machine.notices import warn_on_first_rank
@@ -39,6 +48,53 @@ SMALLEST = 1 << 15
 # the routes that are compared
 MEMORY = "memory"
 MPI = "MPI"
+
+
+class BlocksTransport(Transport):
+    """Moves buffers through `blocks`, the shared memory of a node's ranks.
+
+    Called by: `WindowTransport`, for the sizes that move faster this way than by MPI.
+    """
+
+    def __init__(self, blocks: Blocks, size: int) -> None:
+        self.blocks = blocks
+        self.rank = blocks.rank
+        self._size = size
+
+    def all_reduce(self, collective: AllReduce) -> None:
+        how = collective.how()
+        source = target = how.flat(collective.buffer)
+        if collective.out is not None:
+            target = how.flat(collective.out)
+        self.blocks.all_reduce(how, source, target, collective.reduction.scale)
+
+    def reduce(self, collective: Reduce) -> None:
+        how = collective.how()
+        source = how.flat(collective.buffer)
+        self.blocks.all_reduce(how, source, source, None, [collective.root])
+
+    def reduce_scatter(self, collective: ReduceScatter) -> None:
+        source = bytes_of(collective.buffer)
+        self.blocks.reduce_scatter(collective.how(), source, bytes_of(collective.out))
+
+    def broadcast(self, collective: Broadcast) -> None:
+        self.blocks.broadcast(bytes_of(collective.buffer), collective.root)
+
+    def all_gather_into(self, collective: AllGatherInto) -> None:
+        parts = list(bytes_of(collective.out).reshape(self._size, -1))
+        self.blocks.gather(bytes_of(collective.buffer), parts)
+
+    moves: ClassVar[Moves] = {
+        AllReduce: all_reduce,
+        AllReduceByTree: all_reduce,
+        Reduce: reduce,
+        ReduceScatter: reduce_scatter,
+        Broadcast: broadcast,
+        AllGatherInto: all_gather_into,
+    }
+
+    def explain(self, rest: str) -> str:
+        return rest
 
 
 class WindowTransport(Transport, NodeMemory):
@@ -70,7 +126,7 @@ class WindowTransport(Transport, NodeMemory):
         self.why_not = ""
         self.costs = measurement.NOT_MEASURED
         self.borders: Sequence[float] = ()
-        self._blocks: Blocks | None = None
+        self._by_blocks: BlocksTransport | None = None
         self.window: Window | None = None
 
     # Memory
@@ -99,16 +155,17 @@ class WindowTransport(Transport, NodeMemory):
 
         Returns: None on all ranks if they cannot share memory; `why_not` says why.
         """
-        if self._blocks is None and not self.why_not:
+        if self._by_blocks is None and not self.why_not:
             segments, why = self._share(Blocks.NBYTES, populate=True)
             if segments is not None:
-                self._blocks = Blocks(segments, self.rank, self._watch)
-                self._measure(self._blocks)
-                return self._blocks
+                blocks = Blocks(segments, self.rank, self._watch)
+                self._by_blocks = BlocksTransport(blocks, self.size)
+                self._measure(self._by_blocks)
+                return blocks
             self.why_not = why or f"{shared_bytes.name} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
             if why:
                 self._warn("all messages go through MPI, and take longer", why)
-        return self._blocks
+        return None if self._by_blocks is None else self._by_blocks.blocks
 
     def shared_slots(self) -> SharedSlots | None:
         """Return new slots, shared memory for small calls; None if the ranks cannot share memory. Collective."""
@@ -164,7 +221,7 @@ class WindowTransport(Transport, NodeMemory):
     def _warn(self, what: str, why: str) -> None:
         warn_on_first_rank(self.rank, f"no shared memory on this node, so {what}: {why}")
 
-    def _measure(self, blocks: Blocks) -> None:
+    def _measure(self, by_blocks: BlocksTransport) -> None:
         """Measure `costs`, and compute `borders` from them. Collective."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None
@@ -178,26 +235,22 @@ class WindowTransport(Transport, NodeMemory):
         def both() -> list[np.ndarray]:
             return [written(largest), written(largest)]
 
-        def route(way: Exchange) -> Callable[[Array], None]:
+        def route(move: Move) -> Callable[[Array], None]:
             def all_reduce(zeros: Array) -> None:
                 _, results = both()
-                way.all_reduce(Operands(zeros, out=results[: len(zeros)]))
+                move(AllReduce(zeros, out=results[: len(zeros)]))
 
             return all_reduce
 
         self.costs = measurement.costs_of(
-            {MEMORY: route(blocks), MPI: route(self.mpi)},
+            {MEMORY: route(by_blocks.all_reduce), MPI: route(self.mpi.all_reduce)},
             Router(Transports(self.mpi)),
             self.mpi.library,
             [self.size],
             memory=measurement.BufferMemory("host", sizes, lambda length: both()[0][:length]),
-            distance=lambda: distance(segments, self.rank, blocks.tick),
+            distance=lambda: distance(segments, self.rank, by_blocks.blocks.tick),
         )
         self.borders = self.costs.borders(MEMORY, MPI, SMALLEST)
-
-    def _gains(self, nbytes: int) -> bool:
-        """Whether blocks are faster than MPI for a buffer of `nbytes` bytes."""
-        return bisect.bisect_right(self.borders, nbytes) % 2 == 1
 
     def _blocks_for(self, nbytes: int) -> Blocks | None:
         """Return the blocks for `all_gather` or `all_to_all`, if they are faster than MPI; else None. Collective.
@@ -205,49 +258,65 @@ class WindowTransport(Transport, NodeMemory):
         Args: nbytes: bytes of the largest buffer of a rank; the same on all ranks.
         """
         blocks = self.shared_blocks() if nbytes >= SMALLEST else None
-        return blocks if self._gains(nbytes) else None
+        is_faster = bisect.bisect_right(self.borders, nbytes) % 2 == 1
+        return blocks if is_faster else None
 
     # Collectives
 
-    def choose(self, call: str, operands: Operands) -> Exchange | None:
-        if call in ("all_gather", "all_to_all"):
-            return self  # the ranks compare the sizes of their parts first
-        buffer = operands.buffer
-        op = operands.reduction.op
-        nbytes = buffer.nbytes
-        if nbytes < SMALLEST:
+    def choose(self, collective: Collective) -> Move | None:
+        if collective.sizes_differ:
+            return super().choose(collective)  # the ranks compare their sizes first
+        nbytes = collective.buffer.nbytes
+        if nbytes < SMALLEST or not collective.can_slice():
             return None
-        if not are_sliced(call, op, buffer.dtype, operands.tree):
-            return None
-        blocks = self._blocks or self.shared_blocks()
-        if blocks is None:
+        if self._by_blocks is None:
+            self.shared_blocks()
+        by_blocks = self._by_blocks
+        if by_blocks is None:
             return None
         window = self.window
-        if call == "all_reduce" and window is not None and window.find(buffer, operands.out):
-            return window
-        return blocks if self._gains(nbytes) else None
+        if (
+            window is not None
+            and isinstance(collective, AllReduce)
+            and window.find(collective.buffer, collective.out)
+        ):
+            scale = collective.reduction.scale
+            return lambda call: window.all_reduce(call.how(), nbytes, scale)
+        if bisect.bisect_right(self.borders, nbytes) % 2 == 0:
+            return None
+        return MethodType(by_blocks.moves[collective.__class__], by_blocks)
 
-    def all_gather(self, operands: Operands) -> list[Array]:
-        buffer = operands.buffer
-        shapes = self.mpi.shapes_of(operands)
+    def all_gather(self, collective: AllGather) -> list[Array]:
+        buffer = collective.buffer
+        shapes = self.mpi.shapes_of(collective)
         largest = int(shapes.prod(axis=1).max()) * view_of(buffer).itemsize
         blocks = self._blocks_for(largest)
         if blocks is None:
-            return self.mpi.all_gather(operands)
+            return self.mpi.all_gather(collective)
         parts = room_for(buffer, shapes)
         blocks.gather(bytes_of(buffer), [bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
 
-    def all_to_all(self, operands: Operands) -> None:
-        starts = self.mpi.starts_of(operands)
-        largest = max(of_rank[-1] for of_rank in starts) * operands.row_bytes
-        mover = self._blocks_for(largest) or self.mpi
-        mover.all_to_all(operands)
+    def all_to_all(self, collective: AllToAll) -> None:
+        row_bytes = collective.row_bytes
+        starts = np.array(self.mpi.starts_of(collective)) * row_bytes
+        blocks = self._blocks_for(int(starts[:, -1].max()))
+        if blocks is None:
+            self.mpi.all_to_all(collective)
+            return
+        source = bytes_of(collective.buffer)
+        received = [rows * row_bytes for rows in collective.received]
+        blocks.all_to_all(source, bytes_of(collective.out), starts, received)
+
+    moves: ClassVar[Moves] = {
+        AllGather: all_gather,
+        AllToAll: all_to_all,
+    }
 
     def explain(self, rest: str) -> str:
         if self.why_not:
             return f"{self.size} ranks of a node, without shared memory: {self.why_not}\n{rest}"
-        if self._blocks is None:
+        if self._by_blocks is None:
             return f"{self.size} ranks of a node, with nothing large combined yet\n{rest}"
         window = "none"
         if self.window is not None:
@@ -258,15 +327,3 @@ class WindowTransport(Transport, NodeMemory):
             f"    of each rank: {Blocks.NBYTES / 1e6:.1f} MB for blocks in flight; window: {window}\n"
             f"{rest}"
         )
-
-
-@functools.lru_cache
-def are_sliced(call: str, op: str, dtype: Any, tree: ReductionTree | None) -> bool:
-    """Whether the ranks can move `call` through shared memory, where each rank combines one slice of all buffers.
-
-    Returns: False if `op` does not combine `dtype`, or if `tree` has ranks with several sums, as ranks of 3, 5, 6, 7, …
-        replicas have; MPI moves such calls.
-    """
-    if tree is not None and not tree.one_each:
-        return False
-    return call in ("broadcast", "all_gather_into") or can_combine(dtype, op)

@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 sys.path.append(str(Path(__file__).parents[2]))
 from support import accelerator
+from support.chosen_transport import chosen_transport
 from support.clusters.two_nodes import WIRE
 
 sim = accelerator.load()
@@ -25,7 +26,6 @@ from mpistrat.cluster_resolver import MPIClusterResolver  # noqa: E402
 from mpistrat.communicators import Communicator, reducing  # noqa: E402
 from mpistrat.communicators.construction import communicator_for  # noqa: E402
 from mpistrat.communicators.router import Router, Transports  # noqa: E402
-from mpistrat.communicators.transport import Operands  # noqa: E402
 from mpistrat.communicators.transports.accelerator import gpu_transports  # noqa: E402
 from mpistrat.communicators.transports.accelerator.device_aware import (  # noqa: E402
     DeviceAwareTransport,
@@ -134,7 +134,7 @@ def checked_pointer(library: TorchLibrary, buffer: torch.Tensor) -> int:
 def phases(communicator: Communicator) -> None:
     """What the GPUs' own library does has ended before MPI uses the GPU."""
     buffer = torch.ones(40_000, device=accelerator.KIND)
-    by_node = communicator.transports.choose("all_reduce", Operands(buffer))
+    by_node = chosen_transport(communicator, buffer)
     order: list[str] = []
 
     def spy(name: str, call: Callable[..., None]) -> Callable[..., None]:
@@ -175,8 +175,8 @@ def train(strategy: ms.Strategy) -> str:
         model.zero_grad()
         strategy.run(lambda: model(examples).sum().backward())
         assert (model.weight.grad == sum(range(SIZE + 1))).all()
-    ways = strategy.extended.communicator.transports
-    return type(ways.choose("all_reduce", Operands(model.weight.grad))).__name__
+    transport = chosen_transport(strategy.extended.communicator, model.weight.grad)
+    return type(transport).__name__
 
 
 if ON_TWO_MACHINES:

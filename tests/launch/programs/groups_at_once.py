@@ -12,7 +12,6 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.accelerator import gpu_transports
 from mpistrat.communicators.transports.accelerator.hierarchical import HierarchicalDeviceTransport
 from mpistrat.communicators.transports.accelerator.native import NativeTransport
@@ -20,6 +19,7 @@ from mpistrat.communicators.transports.accelerator.native import NativeTransport
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support import accelerator
+from support.chosen_transport import chosen_transport
 
 SIM = accelerator.load()
 WORLD = MPI.COMM_WORLD
@@ -34,7 +34,7 @@ def sums(strategy: ms.Strategy, ranks: list[int]) -> bool:
     communicator = communicator.by(ms.CommunicationImplementation.HIERARCHICAL)
     for _ in range(3):
         buffer = torch.full((1 << 15,), RANK + 1.0, device=accelerator.KIND)
-        mover = communicator.transports.choose("all_reduce", Operands(buffer))
+        mover = chosen_transport(communicator, buffer)
         assert isinstance(mover, NativeTransport | HierarchicalDeviceTransport), mover
         communicator.all_reduce(buffer)
         assert buffer.unique().tolist() == [sum(ranks) + len(ranks)]

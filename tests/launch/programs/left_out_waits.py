@@ -18,10 +18,12 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.collective import Collective
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.reduction.tree import tree_of_ranks
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.accelerator import (
     gpu_transports,
     hierarchical,
@@ -182,8 +184,8 @@ def by_node() -> None:
     within, flat = native_transport(), native_transport()
     buffer, other = (torch.as_tensor(values()).to("sim") for _ in range(2))
 
-    def expect_idle(operands: Operands) -> None:
-        SIM.host_access(operands.buffer, True)
+    def expect_idle(collective: Collective) -> None:
+        SIM.host_access(collective.buffer, True)
         SIM.host_access(other, True)
 
     def costs_of(ways: Any, *_: Any, memory: Any, **__: Any) -> Any:
@@ -198,12 +200,15 @@ def by_node() -> None:
     transport = HierarchicalDeviceTransport(
         host, 0, CommunicatorWatch(), [0] * SIZE, within, between, flat
     )
-    for call in (transport.all_reduce, transport.broadcast):
+    for call, collective in (
+        (transport.all_reduce, AllReduce(buffer)),
+        (transport.broadcast, Broadcast(buffer)),
+    ):
         with SIM.stream(SIM.Stream()):
             SIM.current_stream().wait_stream(SIM.default_stream())
-            flat.all_reduce(Operands(other))
+            flat.all_reduce(AllReduce(other))
             other.record_stream(SIM.current_stream())
-        call(Operands(buffer))
+        call(collective)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hierarchical.measurement, "costs_of", costs_of)
         transport.measure(TorchLibrary("sim", 0), "")
@@ -214,9 +219,10 @@ def two_libraries() -> None:
     of_torch, buffer = native_transport(), torch.as_tensor(values()).to("sim")
     of_cupy: Any = SimpleNamespace(choose=lambda *_: SIM.host_access(buffer, True))
     transport = LibraryDispatcher(lambda: of_torch, lambda: of_cupy)
-    transport.choose("all_reduce", Operands(buffer)).all_reduce(Operands(buffer))
+    sum_of_torch = AllReduce(buffer)
+    transport.choose(sum_of_torch)(sum_of_torch)
     with cupy(others_are_early=False):
-        transport.choose("all_reduce", Operands(cupy_array()))
+        transport.choose(AllReduce(cupy_array()))
 
 
 class OnTwoStreams(torch.nn.Module):

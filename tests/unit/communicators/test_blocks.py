@@ -8,21 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from mpistrat.communicators.collectives.all_reduce import AllReduce
 from mpistrat.communicators.node.blocks import PAGE, Blocks
-from mpistrat.communicators.reduction import SUM
-from mpistrat.communicators.transport import Operands
+from mpistrat.communicators.reduction.arithmetic import arithmetic_of
 from mpistrat.liveness.records.watch import CommunicatorWatch
 
 
 def test_buffers_that_are_not_contiguous_are_refused() -> None:
     """A result would be lost in a copy."""
-    segments = [np.zeros(Blocks.NBYTES, np.uint8)]
-    blocks, square = Blocks(segments, 0, CommunicatorWatch()), np.ones((100, 100), np.float32)
-    across, of_torch = np.asfortranarray(square), torch.ones(100, 100).bfloat16().t()[::2]
-    for operands in Operands(across), Operands(square, out=across), Operands(of_torch):
-        for call in blocks.all_reduce, blocks.reduce:
-            with pytest.raises(ValueError, match="expected a C-contiguous buffer"):
-                call(operands)
+    across = np.asfortranarray(np.ones((100, 100), np.float32))
+    for buffer in across, torch.ones(100, 100).bfloat16().t()[::2]:
+        how = AllReduce(buffer).how()
+        with pytest.raises(ValueError, match="expected a C-contiguous buffer"):
+            how.flat(buffer)
 
 
 @pytest.mark.parametrize("root", [None, 1])
@@ -34,8 +32,9 @@ def test_a_result_is_written_over_the_pieces_that_were_brought(root: int | None)
 
     def of_rank(rank: int) -> None:
         blocks = Blocks(segments, rank, CommunicatorWatch(crowded=True))
-        call = blocks.all_reduce if root is None else blocks.reduce
-        call(Operands(buffers[rank], SUM, root=root or 0))
+        takers = [] if root is None else [root]
+        how = arithmetic_of(buffers[rank].dtype, "sum")
+        blocks.all_reduce(how, buffers[rank], buffers[rank], None, takers)
 
     threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:

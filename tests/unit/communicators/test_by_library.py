@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators.transport import Operands
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.collective import Collective
 from mpistrat.communicators.transports.accelerator.library_dispatcher import LibraryDispatcher
 
 
@@ -16,7 +17,7 @@ class FakeTransport:
         self.name, self.log, self.why = name, log, f"through {name}"
         log.append(f"{name} is made")
 
-    def choose(self, call: str, operands: Operands) -> Any:
+    def choose(self, collective: Collective) -> Any:
         self.log.append(f"{self.name} is used")
         return self
 
@@ -45,9 +46,9 @@ def test_one_library_has_ended_when_the_other_is_used(monkeypatch: pytest.Monkey
     ways = LibraryDispatcher(
         lambda: FakeTransport("torch", log), lambda: FakeTransport("CuPy", log)
     )  # type: ignore[arg-type,return-value]
-    assert ways.choose("all_reduce", Operands(tensor)) is None  # on the host
+    assert ways.choose(AllReduce(tensor)) is None  # on the host
     for buffer in (on_device, on_device, array, array, on_device):
-        ways.choose("all_reduce", Operands(buffer))
+        ways.choose(AllReduce(buffer))
     assert log == [
         *("torch is made", "torch is used", "torch is used"),
         *("torch is idle", "CuPy is made", "CuPy is used", "CuPy is used"),

@@ -6,20 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpistrat.communicators.collectives.all_gather import AllGather
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_reduce_by_tree import AllReduceByTree
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce import Reduce
 from mpistrat.communicators.costs import measurement
 from mpistrat.communicators.costs.measurement import SIZES_ON_DEVICE, Costs
 from mpistrat.communicators.costs.model import Cost
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction.tree import ReductionTree
-from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.hierarchical import (
     ALL_ALIKE,
     BY_NODE,
     SMALLEST,
     HierarchicalDeviceTransport,
-    takes,
     why_not_by_node,
 )
 from mpistrat.liveness.records.watch import CommunicatorWatch
@@ -32,7 +35,7 @@ WAITED: list[Any] = []  # buffers that the host has waited for
 class Flat(DeviceTransport):
     ordered_by_streams = True
 
-    def all_reduce(self, operands: Operands) -> None: ...
+    def all_reduce(self, collective: AllReduce) -> None: ...
 
 
 class Library:
@@ -57,7 +60,7 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         DeviceTransport, "wait_for_current_stream", lambda self, buffer: WAITED.append(buffer)
     )
-    monkeypatch.setattr(HierarchicalDeviceTransport, "all_reduce", lambda self, operands: None)
+    monkeypatch.setattr(HierarchicalDeviceTransport, "all_reduce", lambda self, collective: None)
 
 
 def by_node(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> HierarchicalDeviceTransport:
@@ -78,8 +81,13 @@ def by_node(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> HierarchicalDevice
     return transport
 
 
-def buffer(nbytes: int) -> Operands:
-    return Operands(np.zeros(nbytes // 4, np.float32))
+def buffer(nbytes: int) -> AllReduce:
+    return AllReduce(np.zeros(nbytes // 4, np.float32))
+
+
+def mover(transport: Any, collective: Collective) -> Any:
+    """The transport whose method moves it."""
+    return transport.choose(collective).__self__
 
 
 def costs(by_node: Cost, all_alike: Cost) -> Costs:
@@ -89,9 +97,9 @@ def costs(by_node: Cost, all_alike: Cost) -> Costs:
 def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = by_node(monkeypatch, costs(Cost(1e-3, 1e-10), Cost(1e-4, 1e-9)))
     assert transport.smallest == 1_000_000
-    assert transport.choose("all_reduce", buffer(1_000_000)) is transport
-    assert transport.choose("all_reduce", buffer(999_996)) is transport.flat
-    assert transport.choose("all_gather", buffer(1_000_000)) is transport.flat
+    assert mover(transport, buffer(1_000_000)) is transport
+    assert mover(transport, buffer(999_996)) is transport.flat
+    assert mover(transport, AllGather(buffer(1_000_000).buffer)) is transport.flat
     assert not transport.ordered_by_streams
     assert (
         "through a flat group; large ones by node, in 1 slices between the nodes, through MPI, from 1000000"
@@ -104,24 +112,26 @@ def test_a_way_that_is_never_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the host need not wait for what is given to the other."""
     transport = by_node(monkeypatch, costs(Cost(1e-3, 1e-9), Cost(1e-4, 1e-10)))
     assert math.isinf(transport.smallest)
-    assert transport.choose("all_reduce", buffer(1 << 26)) is transport.flat
+    assert mover(transport, buffer(1 << 26)) is transport.flat
     assert transport.ordered_by_streams
     assert "through MPI, never; of S bytes" in transport.why
     forced = transport.forced[Way.HIERARCHICAL]
     assert isinstance(forced, HierarchicalDeviceTransport)
-    assert forced.choose("all_reduce", buffer(1 << 26)) is forced
-    assert forced.choose("all_reduce", buffer(4)) is transport.flat
+    assert mover(forced, buffer(1 << 26)) is forced
+    assert mover(forced, buffer(4)) is transport.flat
     assert transport.forced[Way.NCCL] is transport.flat
 
 
-def test_what_wants_all_values_on_the_host() -> None:
+def test_what_wants_all_values_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = by_node(monkeypatch, costs(Cost(1e-4, 1e-10), Cost(1e-3, 1e-9)))
+    assert transport.smallest == SMALLEST
     large = buffer(SMALLEST).buffer
-    assert takes("reduce", Operands(large))
-    assert not takes(
-        "all_reduce", Operands(large, tree=ReductionTree(2, [[range(1)], [range(1, 2)]]))
-    )
-    assert not takes("all_reduce", Operands(large, Reduction(compressor=lambda between, v: None)))
-    assert not takes("all_reduce", buffer(SMALLEST - 4))
+    assert mover(transport, Reduce(large, SUM)) is transport
+    tree = ReductionTree(2, [[range(1)], [range(1, 2)]])
+    assert mover(transport, AllReduceByTree(large, tree=tree)) is transport.flat
+    compressed = Reduction(compressor=lambda between, v: None)
+    assert mover(transport, AllReduce(large, compressed)) is transport.flat
+    assert mover(transport, buffer(SMALLEST - 4)) is transport.flat
 
 
 @pytest.mark.parametrize(

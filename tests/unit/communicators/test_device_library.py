@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mpistrat.communicators import reducing
+from mpistrat.communicators.collectives.all_reduce import AllReduce
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.accelerator import buffers as device_buffers
 from mpistrat.communicators.transports.accelerator import staging as device_staging
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
@@ -66,7 +66,7 @@ def test_chunks_of_tensors(streams, dtype, length):
     staged = StagedTransport(host, 3, CommunicatorWatch())
     buffer = torch.arange(length).remainder(2).to(dtype).view(-1, 1)
     expected = (buffer * 2).to(dtype)
-    staged.all_reduce(Operands(buffer))
+    staged.all_reduce(AllReduce(buffer))
     assert torch.equal(buffer, expected)
     assert all(d == dtype and n * dtype.itemsize <= 64 for d, n in host.came)
     assert sum(n for _, n in host.came) == length
@@ -74,7 +74,7 @@ def test_chunks_of_tensors(streams, dtype, length):
 
 def test_copies_wait_for_the_caller_s_stream_and_it_for_them(streams):
     staged = StagedTransport(Doubling(), 3, CommunicatorWatch())
-    staged.all_reduce(Operands(torch.ones(100)))
+    staged.all_reduce(AllReduce(torch.ones(100)))
     current, down, _ = streams
     assert down.wait_event.call_args_list[0].args[0] is not None
     assert len(down.wait_event.mock_calls) == 1 + (100 * 4 // 64 + 1) - device_staging.BUFFERS
@@ -84,5 +84,5 @@ def test_copies_wait_for_the_caller_s_stream_and_it_for_them(streams):
 def test_what_requires_a_gradient(streams):
     staged = StagedTransport(Doubling(), 3, CommunicatorWatch())
     parameter = torch.ones(3, requires_grad=True)
-    staged.all_reduce(Operands(parameter.detach()))
+    staged.all_reduce(AllReduce(parameter.detach()))
     assert parameter.tolist() == [2, 2, 2]

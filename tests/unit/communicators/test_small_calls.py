@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
 
-from mpistrat.communicators.known_calls import KnownCalls
+from mpistrat.communicators.collectives.all_gather import AllGather
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_to_all import AllToAll
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce import Reduce
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
+from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.communicators.node.slots import LARGEST, SharedSlots
-from mpistrat.communicators.node.small_calls import TOO_LARGE, SmallCall, small_call
-from mpistrat.communicators.reduction import reducing
-from mpistrat.communicators.transport import Operands
+from mpistrat.communicators.node.small_calls import TOO_LARGE, SmallCall
+from mpistrat.communicators.reduction import SUM, reducing
+from mpistrat.communicators.router import KnownCall, Router, Transports
 
 SIZES = (2, 3, 4)
-PLAIN = ("", "", None)
 
 
 def slots_of(size: int) -> list[SharedSlots]:
@@ -25,13 +33,13 @@ def slots_of(size: int) -> list[SharedSlots]:
     return [SharedSlots(segments, rank) for rank in range(size)]
 
 
-def calls_of(call: str, slots: list[SharedSlots], operands: list[Operands]) -> list[SmallCall]:
-    made = [small_call(call, *of_rank) for of_rank in zip(slots, operands, strict=True)]
+def calls_of(slots: list[SharedSlots], operands: Sequence[Collective]) -> list[SmallCall]:
+    made = [own.small_form(of_rank) for of_rank, own in zip(slots, operands, strict=True)]
     assert None not in made
     return [small for small in made if small is not None]
 
 
-def run(calls: list[SmallCall], operands: list[Operands], odd: int = 0) -> list[Any]:
+def run(calls: list[SmallCall], operands: Sequence[Collective], odd: int = 0) -> list[Any]:
     """The ranks enter the call; then each takes its result."""
     payloads = [small.payload(own) for small, own in zip(calls, operands, strict=True)]
     for small, payload in zip(calls, payloads, strict=True):
@@ -55,19 +63,19 @@ def test_bytes_of_any_dtype(slots: list[SharedSlots], dtype: str) -> None:
     expected = torch.stack(buffers).to(torch.complex64)
 
     outs = [torch.zeros(6 * size, dtype=buffers[0].dtype) for _ in range(size)]
-    operands = [Operands(buffer, out=out) for buffer, out in zip(buffers, outs, strict=True)]
-    run(calls_of("all_gather_into", slots, operands), operands)
+    into = [AllGatherInto(buffer, out) for buffer, out in zip(buffers, outs, strict=True)]
+    run(calls_of(slots, into), into)
     for out in outs:
         assert torch.equal(out.to(torch.complex64), expected.reshape(-1))
 
-    operands = [Operands(buffer[:rank]) for rank, buffer in enumerate(buffers)]
-    for parts in run(calls_of("all_gather", slots, operands), operands, 1):
+    gather = [AllGather(buffer[:rank]) for rank, buffer in enumerate(buffers)]
+    for parts in run(calls_of(slots, gather), gather, 1):
         for rank, part in enumerate(parts):
             assert part.dtype == buffers[0].dtype
             assert torch.equal(part.to(torch.complex64), expected[rank, :rank])
 
-    operands = [Operands(buffer, root=1) for buffer in buffers]
-    run(calls_of("broadcast", slots, operands), operands)
+    broadcast = [Broadcast(buffer, 1) for buffer in buffers]
+    run(calls_of(slots, broadcast), broadcast)
     for buffer in buffers:
         assert torch.equal(buffer.to(torch.complex64), expected[1])
 
@@ -78,15 +86,15 @@ def test_rows_to_each_rank(slots: list[SharedSlots]) -> None:
     everyone = tuple(range(size))
     outs = [np.zeros((sum(everyone), 2), np.int64) for _ in range(size)]
     operands = [
-        Operands(
+        AllToAll(
             np.arange(2 * rank * size).reshape(rank * size, 2) + 100 * rank,
-            out=outs[rank],
+            outs[rank],
             sent=(rank,) * size,
             received=everyone,
         )
         for rank in range(size)
     ]
-    calls = calls_of("all_to_all", slots, operands)
+    calls = calls_of(slots, operands)
     assert run(calls, operands) == [None] * size
     for rank, own in enumerate(operands):
         sent_here = [other.buffer[r * rank : r * rank + r] for r, other in enumerate(operands)]
@@ -100,29 +108,28 @@ def test_rows_to_each_rank(slots: list[SharedSlots]) -> None:
     assert (operands[0].out == 0).all()
 
 
-@pytest.mark.parametrize("call", ["all_gather", "all_to_all"])
-def test_all_ranks_see_that_a_buffer_of_some_rank_is_too_large(
-    slots: list[SharedSlots], call: str
-) -> None:
+def test_all_ranks_see_that_a_buffer_of_some_rank_is_too_large(slots: list[SharedSlots]) -> None:
     size = len(slots)
     lengths = [1] * (size - 1) + [LARGEST + 1]
-    operands = [
-        Operands(
+    gather = [AllGather(np.zeros(length, np.uint8)) for length in lengths]
+    results = run(calls_of(slots, gather), gather)
+    assert all(result is TOO_LARGE for result in results)
+    for gathered in gather:
+        assert gathered.shapes is not None
+        assert gathered.shapes.tolist() == [[length] for length in lengths]
+    exchange = [
+        AllToAll(
             np.zeros(length, np.uint8),
-            out=np.zeros(sum(lengths) if rank == 0 else 0, np.uint8),
+            np.zeros(sum(lengths) if rank == 0 else 0, np.uint8),
             sent=(length, *[0] * (size - 1)),
             received=tuple(lengths) if rank == 0 else (0,) * size,
         )
         for rank, length in enumerate(lengths)
     ]
-    results = run(calls_of(call, slots, operands), operands)
+    results = run(calls_of(slots, exchange), exchange)
     assert all(result is TOO_LARGE for result in results)
-    for own in operands:
-        if call == "all_gather":
-            assert own.shapes is not None
-            assert own.shapes.tolist() == [[length] for length in lengths]
-        else:
-            assert own.starts == [[0, *[length] * size] for length in lengths]
+    for exchanged in exchange:
+        assert exchanged.starts == [[0, *[length] * size] for length in lengths]
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min", "prod", "band", "bor", "bxor"])
@@ -134,28 +141,29 @@ def test_combined_elements(slots: list[SharedSlots], op: str) -> None:
         **{"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor},
     }[op]
     total = combine.reduce(values)
-    operands = [Operands(value.copy(), reducing(op)) for value in values]
-    run(calls_of("all_reduce", slots, operands), operands)
-    assert all((own.buffer == total).all() for own in operands)
+    sums = [AllReduce(value.copy(), reducing(op)) for value in values]
+    run(calls_of(slots, sums), sums)
+    assert all((own.buffer == total).all() for own in sums)
 
-    operands = [Operands(value.copy(), reducing(op), root=1) for value in values]
-    run(calls_of("reduce", slots, operands), operands)
-    for rank, own in enumerate(operands):
+    at_root = [Reduce(value.copy(), reducing(op), 1) for value in values]
+    run(calls_of(slots, at_root), at_root)
+    for rank, own in enumerate(at_root):
         assert (own.buffer == (total if rank == 1 else values[rank])).all()
 
     for out in (np.zeros(2, int), np.zeros((), int)):
         length = out.size * size
-        operands = [Operands(value[:length], reducing(op), out.copy()) for value in values]
-        run(calls_of("reduce_scatter", slots, operands), operands)
-        for rank, own in enumerate(operands):
-            assert (own.target == total[rank * out.size :][: out.size].reshape(out.shape)).all()
+        parts = [ReduceScatter(value[:length], reducing(op), out.copy()) for value in values]
+        run(calls_of(slots, parts), parts)
+        for rank, part in enumerate(parts):
+            assert (part.out == total[rank * out.size :][: out.size].reshape(out.shape)).all()
 
 
 def test_slots_of_calls_one_after_another_lie_apart() -> None:
     """Whatever the calls put there."""
     slots = slots_of(2)
-    pair = [Operands(np.full(LARGEST, rank, np.uint8)) for rank in range(2)]
-    gather, broadcast = calls_of("all_gather", slots, pair), calls_of("broadcast", slots, pair)
+    pair = [AllGather(np.full(LARGEST, rank, np.uint8)) for rank in range(2)]
+    gather = calls_of(slots, pair)
+    broadcast = calls_of(slots, [Broadcast(own.buffer) for own in pair])
     parts = []
     for small, own in zip(gather, pair, strict=True):
         small.own[0][...] = small.payload(own)
@@ -168,30 +176,44 @@ def test_slots_of_calls_one_after_another_lie_apart() -> None:
 # Known calls
 
 
-@pytest.fixture
-def known() -> KnownCalls:
-    return known_by(slots_of(2)[0])
+class Agreeing(Unchecked):
+    """Of ranks that agree on their calls, and hear of an error."""
 
+    agreement: Any = "by shared memory"
 
-def known_by(slots: SharedSlots | None) -> KnownCalls:
-    def raise_together(error: Exception) -> Any:
+    def raise_together(self, error: Exception) -> NoReturn:
         raise RuntimeError("on all ranks") from error
 
-    return KnownCalls(2, slots, False, ("by MPI",), raise_together)
+
+@pytest.fixture
+def known() -> Router:
+    return router_with(slots_of(2)[0])
 
 
-def test_a_call_is_made_once(known: KnownCalls) -> None:
+def router_with(slots: SharedSlots | None) -> Router:
+    mpi: Any = SimpleNamespace(rank=0, size=2, thread_multiple=False)
+    mpi.takes_device_buffers = mpi.ordered_by_streams = False
+    return Router(Transports(mpi, slots=slots), Agreeing(), "by MPI")
+
+
+def find(router: Router, collective: Collective) -> KnownCall:
+    """As `make` does."""
+    key = collective.key()
+    return router.known_calls.get(key) or router.learn(key, collective)
+
+
+def test_a_call_is_made_once(known: Router) -> None:
     def broadcast(length: int, root: int = 0) -> Any:
-        return known.find("broadcast", Operands(np.zeros(length), root=root), PLAIN)
+        return find(known, Broadcast(np.zeros(length), root))
 
     first = broadcast(3)
     assert broadcast(3) is first
     assert first.signature.words == ("broadcast", 0, "float64", (3,), "", "by MPI")
     assert broadcast(4) is not first
     assert broadcast(3, 1) is not first
-    assert known.find("broadcast", Operands(np.zeros(3)), ("", "label", None)) is not first
-    assert known.find("broadcast", Operands(torch.zeros(3).double()), PLAIN) is not first
-    assert known.find("all_gather", Operands(np.zeros(3)), PLAIN) is not first
+    assert find(known, Broadcast(np.zeros(3), label="label")) is not first
+    assert find(known, Broadcast(torch.zeros(3).double())) is not first
+    assert find(known, AllGather(np.zeros(3))) is not first
     for length in range(5000):
         broadcast(length)
     assert broadcast(3) is not first  # it was forgotten, and made again
@@ -201,29 +223,22 @@ def test_a_call_is_made_once(known: KnownCalls) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda known: known.find("all_reduce", Operands(np.zeros(3)), ("mean", "", None)),
-        lambda known: known.find("reduce", Operands(np.zeros(3)), ("band", "", None)),
-        lambda known: known.find("all_reduce", Operands(np.zeros(3, int)), ("sum", "", 0.5)),
-        lambda known: known.find(
-            "reduce_scatter", Operands(np.zeros(3), out=np.zeros(2)), ("sum", "", None)
-        ),
-        lambda known: known.find("all_gather_into", Operands(np.zeros(3), out=np.zeros(5)), PLAIN),
-        lambda known: known.find(
-            "all_to_all",
-            Operands(np.zeros(3), out=np.zeros(3), sent=(1, 1), received=(1, 2)),
-            PLAIN,
-        ),
+        lambda: AllReduce(np.zeros(3), reducing("mean")),
+        lambda: Reduce(np.zeros(3), reducing("band")),
+        lambda: AllReduce(np.zeros(3, int), reducing("sum", "", 0.5)),
+        lambda: ReduceScatter(np.zeros(3), SUM, np.zeros(2)),
+        lambda: AllGatherInto(np.zeros(3), np.zeros(5)),
+        lambda: AllToAll(np.zeros(3), np.zeros(3), sent=(1, 1), received=(1, 2)),
     ],
 )
 def test_wrong_operands_are_errors_on_all_ranks(
-    known: KnownCalls, wrong: Callable[[KnownCalls], Any]
+    known: Router, wrong: Callable[[], Collective]
 ) -> None:
     for _ in range(2):  # they are not kept
         with pytest.raises(RuntimeError, match="on all ranks"):
-            wrong(known)
+            find(known, wrong())
 
 
 def test_without_slots_nothing_is_small() -> None:
-    for call in ("broadcast", "all_gather", "all_reduce"):
-        agreed = ("sum" if call == "all_reduce" else "", "", None)
-        assert known_by(None).find(call, Operands(np.zeros(3)), agreed).small is None
+    for collective in (Broadcast, AllGather, AllReduce):
+        assert find(router_with(None), collective(np.zeros(3))).small is None

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
+from mpistrat.communicators.collectives.all_gather import AllGather
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_reduce_by_tree import AllReduceByTree
+from mpistrat.communicators.collectives.all_to_all import AllToAll
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce import Reduce
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
-from mpistrat.communicators.transport import Exchange, Operands, Transport
+from mpistrat.communicators.transport import Moves, Transport, by_others
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.options import CommunicationImplementation
+
+
+def all_reduce_by_tree(transport: DeviceTransport, collective: AllReduceByTree) -> None:
+    """Add up the sums of all ranks on the host. Collective."""
+    buffer = collective.buffer
+    transport.wait_for_current_stream(buffer)
+    sums = to_host(buffer)
+    transport.host.all_reduce_by_tree(sums, collective.tree, collective.reduction)
+    buffer[0] = to_device_of(sums[0], buffer)
 
 
 class DeviceTransport(Transport):
@@ -63,37 +81,40 @@ class DeviceTransport(Transport):
 
     # The collectives
 
-    def choose(self, call: str, operands: Operands) -> Exchange | None:
-        return self if is_on_gpu(operands.buffer) else None
+    def takes(self, collective: Collective) -> bool:
+        return is_on_gpu(collective.buffer)
 
-    def all_reduce(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        reduction = operands.reduction
-        tree = operands.tree
-        if tree is not None:
-            self.wait_for_current_stream(buffer)
-            sums = to_host(buffer)
-            self.host.all_reduce_by_tree(sums, tree, reduction)
-            buffer[0] = to_device_of(sums[0], buffer)
-            return
-        if operands.out is not None:
-            operands.out[...] = buffer
+    def all_reduce(self, collective: AllReduce) -> None:
+        reduction = collective.reduction
+        if collective.out is not None:
+            collective.out[...] = collective.buffer
         # A compressor (it shortens floats for the network) works on the host, on the whole buffer.
         combine = self._combine if reduction.compressor is None else self.combine_on_host
-        self._on_this_gpu(operands.target, lambda here: combine(here, reduction))
+        self._on_this_gpu(collective.target, lambda here: combine(here, reduction))
 
-    def broadcast(self, operands: Operands) -> None:
-        self._on_this_gpu(operands.buffer, lambda here: self._spread(here, operands.root))
+    def broadcast(self, collective: Broadcast) -> None:
+        self._on_this_gpu(collective.buffer, lambda here: self._spread(here, collective.root))
 
-    def all_gather(self, operands: Operands) -> list[Array]:
-        library = self.library(operands.buffer)
-        here = library.here(operands.buffer)
+    def all_gather(self, collective: AllGather) -> list[Array]:
+        library = self.library(collective.buffer)
+        here = library.here(collective.buffer)
         with library.device():
             return self._gather(here)
 
-    def all_to_all(self, operands: Operands) -> None:
-        self.wait_for_current_stream(operands.buffer)
-        exchange_on_host(self.host, operands)
+    def all_to_all(self, collective: AllToAll) -> None:
+        self.wait_for_current_stream(collective.buffer)
+        exchange_on_host(self.host, collective)
+
+    moves: ClassVar[Moves] = {
+        AllReduce: all_reduce,
+        AllReduceByTree: all_reduce_by_tree,
+        Reduce: by_others,
+        ReduceScatter: by_others,
+        Broadcast: broadcast,
+        AllGather: all_gather,
+        AllGatherInto: by_others,
+        AllToAll: all_to_all,
+    }
 
     def explain(self, rest: str) -> str:
         return f"buffers on GPUs: {self.why}\nbuffers on the host: {rest}"
@@ -133,11 +154,11 @@ def _change_on_host(buffer: Array, collective: Callable[[Array], None]) -> None:
     buffer[...] = to_device_of(host, buffer)
 
 
-def exchange_on_host(host: Communicator, operands: Operands) -> None:
+def exchange_on_host(host: Communicator, collective: AllToAll) -> None:
     """Do an `all_to_all` of buffers on a device by copies to the host and back.
-    Args: host: the communicator of the ranks that exchange.   operands: `buffer` is sent; `target` gets the result.
+    Args: host: the communicator of the ranks that exchange.
     """
-    buffer = to_host(operands.buffer)
-    out = to_host(operands.target)
-    host.all_to_all(buffer, out, operands.sent, operands.received)
-    operands.target[...] = to_device_of(out, operands.target)
+    buffer = to_host(collective.buffer)
+    out = to_host(collective.out)
+    host.all_to_all(buffer, out, collective.sent, collective.received)
+    collective.out[...] = to_device_of(out, collective.out)

@@ -13,8 +13,8 @@ from mpi4py import MPI
 from mpistrat.arrays import Array, dtype_name, num_elements
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction.arithmetic import KNOWN_TO_MPI, scale
+from mpistrat.communicators.reduction.as_float32 import combined_as_float32
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transport import combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.mpi import OPS
 

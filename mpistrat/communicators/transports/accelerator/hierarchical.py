@@ -11,13 +11,21 @@ import collections
 import copy
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from mpistrat.arrays import Array, num_elements
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.broadcast import Broadcast
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.collectives.reduce import Reduce
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs import measurement
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction.arithmetic import scale
-from mpistrat.communicators.transport import Exchange, Operands, combined_as_float32
+from mpistrat.communicators.reduction.as_float32 import combined_as_float32
+from mpistrat.communicators.transport import Move, Moves, by_others
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.liveness.records.watch import CommunicatorWatch
@@ -28,7 +36,6 @@ SMALLEST = 1 << 16
 _FIRST = 1 << 20  # bytes of a first call, enough to start all transports that are used below
 BY_NODE = "by node"
 ALL_ALIKE = "all ranks alike"
-_CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
 
 
 class HierarchicalDeviceTransport(DeviceTransport):
@@ -80,9 +87,18 @@ class HierarchicalDeviceTransport(DeviceTransport):
         """
         return self.flat.ordered_by_streams and math.isinf(self.smallest)
 
-    def choose(self, call: str, operands: Operands) -> Exchange | None:
-        by_node = operands.buffer.nbytes >= self.smallest and takes(call, operands)
-        return self if by_node else self.flat.choose(call, operands)
+    moves: ClassVar[Moves] = {
+        AllReduce: DeviceTransport.all_reduce,
+        Reduce: by_others,
+        Broadcast: DeviceTransport.broadcast,
+    }
+
+    def choose(self, collective: Collective) -> Move | None:
+        return super().choose(collective) or self.flat.choose(collective)
+
+    def takes(self, collective: Collective) -> bool:
+        """Whether a buffer is large enough to go by node. A compressor needs all values on the host."""
+        return collective.buffer.nbytes >= self.smallest and collective.compressor is None
 
     def measure(self, library: DeviceLibrary, mpi: str) -> None:
         """Measure from which size on going by node is faster, and set `smallest`, `costs` and `why`. Collective.
@@ -99,9 +115,9 @@ class HierarchicalDeviceTransport(DeviceTransport):
                 buffer[...] = 0
                 return buffer
 
-        def waiting(all_reduce: Callable[[Operands], None]) -> Callable[[Array], None]:
+        def waiting(all_reduce: Move) -> Callable[[Array], None]:
             def way(buffer: Array) -> None:
-                all_reduce(Operands(buffer))
+                all_reduce(AllReduce(buffer))
                 self.within.wait_for_current_stream(buffer)
 
             return way
@@ -134,10 +150,10 @@ class HierarchicalDeviceTransport(DeviceTransport):
             return
         plain = reduction.plain
         flat, whole, own_slice = self._sliced(buffer)
-        self.within.reduce_scatter(Operands(whole, plain, own_slice))
+        self.within.move(ReduceScatter(whole, plain, own_slice))
         self.wait_until_idle()  # because MPI uses the GPU next
-        self.between.all_reduce(Operands(own_slice, plain))
-        self.within.all_gather_into(Operands(own_slice, out=whole))
+        self.between.all_reduce(AllReduce(own_slice, plain))
+        self.within.move(AllGatherInto(own_slice, whole))
         if whole is not flat:
             flat[...] = whole[: num_elements(flat)]
         scale(buffer, reduction.scale)
@@ -152,13 +168,13 @@ class HierarchicalDeviceTransport(DeviceTransport):
         node = self._nodes[root]
         place = self._places[self.rank]
         if self._nodes[self.rank] == node:
-            self.within.broadcast(Operands(whole, root=self._places[root]))
+            self.within.broadcast(Broadcast(whole, self._places[root]))
         ranks = [rank for rank in range(self.size) if self._places[rank] == place]
         peers = [self._nodes[rank] for rank in ranks]
         self.wait_until_idle()  # because MPI uses the GPU next
-        self.between.broadcast(Operands(own_slice, root=peers.index(node)))
+        self.between.broadcast(Broadcast(own_slice, peers.index(node)))
         if self._nodes[self.rank] != node:
-            self.within.all_gather_into(Operands(own_slice, out=whole))
+            self.within.move(AllGatherInto(own_slice, whole))
         if whole is not flat:
             flat[...] = whole[: num_elements(flat)]
 
@@ -179,19 +195,6 @@ class HierarchicalDeviceTransport(DeviceTransport):
             whole[elements:] = 0
         first = self.within.rank * length
         return flat, whole, whole[first : first + length]
-
-
-def takes(call: str, operands: Operands) -> bool:
-    """Return whether a call on GPUs can go by node: all_reduce, reduce or broadcast of at least 64 KiB.
-
-    False for sums in the order of a reduction tree, and for sums with a compressor: both need all values on the host.
-    """
-    return (
-        call in _CALLS
-        and operands.buffer.nbytes >= SMALLEST
-        and operands.tree is None
-        and operands.reduction.compressor is None
-    )
 
 
 def why_not_by_node(nodes: Sequence[int]) -> str:

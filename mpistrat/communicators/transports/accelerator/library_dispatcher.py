@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpistrat.arrays import is_on_gpu, is_torch
-from mpistrat.communicators.transport import Exchange, Operands, Transport
+from mpistrat.arrays import Array, is_on_gpu, is_torch
+from mpistrat.communicators.collectives.collective import Collective
+from mpistrat.communicators.transport import Move, Transport
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.options import CommunicationImplementation
 
@@ -46,24 +47,24 @@ class LibraryDispatcher(Transport):
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
         return any(transport.ordered_by_streams for transport in self.made.values())
 
-    def choose(self, call: str, operands: Operands) -> Exchange | None:
-        transport = self.to_use(operands)
+    def choose(self, collective: Collective) -> Move | None:
+        transport = self.to_use(collective.buffer)
         if transport is None:
             return None
-        return transport.choose(call, operands)
+        return transport.choose(collective)
 
-    def to_use(self, operands: Operands) -> DeviceTransport | None:
-        """Return the transport for the library of a call's buffer; None for a buffer on the host. Collective.
+    def to_use(self, buffer: Array) -> DeviceTransport | None:
+        """Return the transport for the library of `buffer`; None for a buffer on the host. Collective.
 
         If the rank's last such call used the other library, this waits until that library's collectives have ended.
         """
-        if not is_on_gpu(operands.buffer):
+        if not is_on_gpu(buffer):
             return None
-        chosen = self.made.get(is_torch(operands.buffer))
+        chosen = self.made.get(is_torch(buffer))
         if chosen is None or chosen is not self._last:
             if self._last is not None:
                 self._last.wait_until_idle()
-            chosen = self._last = self.of(is_torch(operands.buffer))
+            chosen = self._last = self.of(is_torch(buffer))
         return chosen
 
     def explain(self, rest: str) -> str:
@@ -99,11 +100,11 @@ class ForcedTransport(Transport):
         made = self._dispatcher.made.values()
         return any(self._of(transport).ordered_by_streams for transport in made)
 
-    def choose(self, call: str, operands: Operands) -> Exchange | None:
-        transport = self._dispatcher.to_use(operands)
+    def choose(self, collective: Collective) -> Move | None:
+        transport = self._dispatcher.to_use(collective.buffer)
         if transport is None:
             return None
-        return self._of(transport).choose(call, operands)
+        return self._of(transport).choose(collective)
 
     def explain(self, rest: str) -> str:
         return self._dispatcher.explain(rest)

@@ -9,18 +9,23 @@ import contextlib
 import datetime
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from mpistrat.arrays import Array, dtype_name
+from mpistrat.communicators.collectives.all_gather_into import AllGatherInto
+from mpistrat.communicators.collectives.all_reduce import AllReduce
+from mpistrat.communicators.collectives.all_to_all import AllToAll
+from mpistrat.communicators.collectives.reduce import Reduce
+from mpistrat.communicators.collectives.reduce_scatter import ReduceScatter
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.torch_store import Ranks, opener_of_store
-from mpistrat.communicators.transport import Operands
+from mpistrat.communicators.transport import Moves
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
@@ -124,11 +129,11 @@ class NativeTransport(DeviceTransport):
 
     # These replace the copies through the host
 
-    def all_reduce(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        reduction = operands.reduction
-        if not _is_combined_as_it_is(operands, self._device):
-            super().all_reduce(operands)
+    def all_reduce(self, collective: AllReduce) -> None:
+        buffer = collective.buffer
+        reduction = collective.reduction
+        if not _is_combined_as_it_is(collective, self._device):
+            super().all_reduce(collective)
             return
         # This repeats `_combine` and `_submit`, to spare each gradient two Python calls.
         options = dist.AllreduceOptions()
@@ -171,7 +176,7 @@ class NativeTransport(DeviceTransport):
         shapes = self.host.all_gather_object(tuple(buffer.shape))
         if len(set(shapes)) == 1:
             rows = buffer.new_empty((self.size, *buffer.shape))
-            self.all_gather_into(Operands(buffer, out=rows))
+            self.all_gather_into(AllGatherInto(buffer, rows))
             return list(rows.unbind())
         parts = [buffer.new_empty(shape) for shape in shapes]
         parts[self.rank].copy_(buffer)
@@ -179,57 +184,68 @@ class NativeTransport(DeviceTransport):
             self._spread(part, root)
         return parts
 
-    def reduce(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        root = operands.root
-        summed = buffer.detach().to(_summed_as(buffer, operands.reduction))
-        numbers = _numbers_of(summed, operands.reduction)
+    def reduce(self, collective: Reduce) -> None:
+        buffer = collective.buffer
+        reduction = collective.reduction.plain
+        root = collective.root
+        summed = buffer.detach().to(_summed_as(buffer, reduction))
+        numbers = _numbers_of(summed, reduction)
         if numbers is None or not _are_on(self._device, buffer):
-            super().reduce(operands)
+            collective.by_others(self)
         elif buffer.numel():
             options = dist.ReduceOptions()
-            options.reduceOp = OPS[operands.reduction.op]
+            options.reduceOp = OPS[reduction.op]
             options.rootRank = root
             self._submit(lambda group: group.reduce([numbers], options))
             if summed.dtype != buffer.dtype and self.rank == root:
                 buffer.copy_(summed)
 
-    def reduce_scatter(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        out = operands.target
-        dtype = _summed_as(buffer, operands.reduction)
+    def reduce_scatter(self, collective: ReduceScatter) -> None:
+        buffer = collective.buffer
+        reduction = collective.reduction.plain
+        out = collective.out
+        dtype = _summed_as(buffer, reduction)
         summed = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
-        numbers = _numbers_of(buffer.detach().to(dtype), operands.reduction)
-        result = _numbers_of(summed, operands.reduction)
+        numbers = _numbers_of(buffer.detach().to(dtype), reduction)
+        result = _numbers_of(summed, reduction)
         if numbers is None or not _are_on(self._device, buffer, out):
-            super().reduce_scatter(operands)
+            collective.by_others(self)
         elif buffer.numel():
             options = dist.ReduceScatterOptions()
-            options.reduceOp = OPS[operands.reduction.op]
+            options.reduceOp = OPS[reduction.op]
             self._submit(lambda group: group._reduce_scatter_base(result, numbers, options))
             if summed is not out:
                 out.copy_(summed)
 
-    def all_gather_into(self, operands: Operands) -> None:
-        buffer = operands.buffer
-        out = operands.target
+    def all_gather_into(self, collective: AllGatherInto) -> None:
+        buffer = collective.buffer
+        out = collective.out
         if not _are_on(self._device, buffer, out):
-            super().all_gather_into(operands)
+            collective.by_others(self)
         elif buffer.numel():
             options = c10d.AllgatherOptions()
             whole = _bytes_of(out)
             part = _bytes_of(buffer)
             self._submit(lambda group: group._allgather_base(whole, part, options))
 
-    def all_to_all(self, operands: Operands) -> None:
-        if not _are_on(self._device, operands.buffer, operands.target):
-            super().all_to_all(operands)
-        elif operands.row_bytes:
-            rows = _rows_of(operands.buffer)
-            received = _rows_of(operands.target)
-            counts = list(operands.received), list(operands.sent)
+    def all_to_all(self, collective: AllToAll) -> None:
+        if not _are_on(self._device, collective.buffer, collective.out):
+            super().all_to_all(collective)
+        elif collective.row_bytes:
+            rows = _rows_of(collective.buffer)
+            received = _rows_of(collective.out)
+            counts = list(collective.received), list(collective.sent)
             options = dist.AllToAllOptions()
             self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
+
+    moves: ClassVar[Moves] = {
+        **DeviceTransport.moves,
+        AllReduce: all_reduce,
+        Reduce: reduce,
+        ReduceScatter: reduce_scatter,
+        AllGatherInto: all_gather_into,
+        AllToAll: all_to_all,
+    }
 
     # Parts of the collectives
 
@@ -272,16 +288,16 @@ def _are_on(device: torch.device, *buffers: Array) -> bool:
     return {buffer.device for buffer in buffers} == {device}
 
 
-def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
-    """Return whether the group can sum `operands.buffer` in place, by a plain all-reduce in the buffer's own dtype.
+def _is_combined_as_it_is(collective: AllReduce, device: torch.device) -> bool:
+    """Return whether the group can sum the buffer in place, by a plain all-reduce in the buffer's own dtype.
 
     False, among others, for another reduction than a sum, with an `out` or a compressor, and for an empty buffer.
     """
-    buffer = operands.buffer
-    reduction = operands.reduction
-    kind = reduction.op, reduction.compressor, operands.tree, operands.out
+    buffer = collective.buffer
+    reduction = collective.reduction
+    kind = reduction.op, reduction.compressor, collective.out
     return (
-        kind == ("sum", None, None, None)
+        kind == ("sum", None, None)
         and buffer.device == device
         and dtype_name(buffer) in DTYPES
         and _summed_as(buffer, reduction) == buffer.dtype

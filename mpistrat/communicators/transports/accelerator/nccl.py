@@ -12,7 +12,7 @@ from typing import Any
 from mpistrat.arrays import Array, dtype_name, num_elements
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction.arithmetic import scale
-from mpistrat.communicators.transport import combined_as_float32
+from mpistrat.communicators.reduction.as_float32 import combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
