@@ -40,6 +40,7 @@ class AnyReplicaContext(Protocol):
     """The part of a `ReplicaContext` that this module uses."""
 
     local_index: int
+    replicas: Any
 
     @property
     def strategy(self) -> Any: ...

@@ -453,7 +453,7 @@ def _refuse(cls: type, name: str, call: str) -> None:
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
         if context is None or disabled:
             return
-        count = context.strategy.extended.replicas.count
+        count = context.replicas.count
         if count > 1:
             raise RuntimeError(
                 f"{call} inside run would happen once for each of the {count} replicas of this rank; call it after "

@@ -61,21 +61,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             "replicas; call it after backward()"
         )
     _check_parameters(optimizer, context, reducer)
-    if context.strategy.extended.replicas.count > 1:
-        _let_first_step(optimizer, context, hooks.has_closure(args, kwargs))
-    watch = context.strategy.extended.modules.parts.watch
+    if reducer.parts.replicas.count > 1:
+        _let_first_step(optimizer, context, reducer, hooks.has_closure(args, kwargs))
+    watch = reducer.parts.watch
     if watch is not None and context.local_index == 0:
         watch.before_step(optimizer)
     instead = None
     if isinstance(optimizer, torch.optim.LBFGS):  # LBFGS decides by the loss of its closure
-        loss_of_all = functools.partial(_loss_of_all, reducer, context.strategy.extended)
+        loss_of_all = functools.partial(_loss_of_all, reducer)
         instead = args, kwargs = hooks.with_closure(args, kwargs, loss_of_all)
     if reducer.slice_steps is not None:
         return reducer.slice_steps.before(optimizer, args, kwargs) or instead
     return instead
 
 
-def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closure: bool) -> None:
+def _let_first_step(
+    optimizer: Optimizer, context: AnyReplicaContext, reducer: GradientReducer, has_closure: bool
+) -> None:
     """Let only the first replica of this rank step, because the rank's replicas share one copy of the parameters.
 
     Each replica waits until all have come here. Then the gradients of the other replicas are set to None, so that their
@@ -87,7 +89,7 @@ def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closur
             "optimizer.step(closure) inside run would step once for each replica of this rank, and these "
             "share their parameters; call backward() and then step(), or start one rank per replica"
         )
-    context.strategy.extended.replicas.meet(context.local_index, _nothing, ())
+    reducer.parts.replicas.meet(context.local_index, _nothing, ())
     if context.local_index > 0:
         hidden = [(p, p.grad) for p in hooks.parameters_of(optimizer)]
         _hidden[id(optimizer)] = hidden
@@ -99,7 +101,7 @@ def _nothing(replicas: Any) -> None:
     """Do nothing. `meet` needs a function, though here the replicas only wait for each other."""
 
 
-def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], Any]) -> Any:
+def _loss_of_all(reducer: GradientReducer, closure: Callable[[], Any]) -> Any:
     """Call `closure`, and return the weighted sum of all ranks' losses, equal on all ranks. Collective.
 
     A rank's weight is its `GradientReducer.share` of the last backward; a rank with weight 0 does not count. If all
@@ -109,9 +111,10 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
     Raises: CollectiveMismatchError if the losses differ in type or shape, are not single real numbers, or a rank has
         made no backward yet.
     """
+    communicator = reducer.parts.group.communicator
     loss = closure()
     of_rank = (*_kind_and_value(loss), reducer.share)
-    kinds, values, shares = zip(*extended.communicator.all_gather_object(of_rank), strict=True)
+    kinds, values, shares = zip(*communicator.all_gather_object(of_rank), strict=True)
     is_one_kind = len(set(kinds)) == 1
     texts = {repr(value) for value in values}  # NaN does not equal NaN
     if is_one_kind and len(texts) == 1:
@@ -119,7 +122,7 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
     if not is_one_kind or None in (*values, *shares):
         returned = by_owner(kinds, str, "rank")
         raise CollectiveMismatchError(
-            f"optimizer.step(closure) on rank {extended.communicator.rank}: LBFGS needs one loss for all ranks, and "
+            f"optimizer.step(closure) on rank {communicator.rank}: LBFGS needs one loss for all ranks, and "
             f"the losses of the ranks cannot be combined ({returned}). Have the closure call backward() on the loss of "
             "this rank's part and return it as a tensor of one number, or return the same on all ranks"
         )
@@ -153,10 +156,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     context, reducer = here
     if context.local_index == 0:
         reducer.steps += 1
-        virtual_replicas.stepped(context.strategy.extended.replicas)
+        virtual_replicas.stepped(reducer.parts.replicas)
     if reducer.slice_steps is not None:
         reducer.slice_steps.after(optimizer, args[0])
-    watch = context.strategy.extended.modules.parts.watch
+    watch = reducer.parts.watch
     if watch is not None and context.local_index == 0:
         watch.after_step(optimizer)
     for parameter, gradient in _hidden.pop(id(optimizer), ()):
@@ -236,7 +239,7 @@ def _check_parameters(
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():
         reducer.optimizers[next(reducer.numbers)] = optimizer
-        watch = context.strategy.extended.modules.parts.watch
+        watch = reducer.parts.watch
         if watch is not None:
             watch.add(optimizer)
     _checked[optimizer] = found

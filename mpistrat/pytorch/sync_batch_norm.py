@@ -178,7 +178,7 @@ class _Normalized(torch.autograd.Function):
         shape = _shape(input)
         axes = _axes(input)
 
-        replicas = ctx.context.strategy.extended.replicas
+        replicas = ctx.context.replicas
         label = "gradient of SyncBatchNorm"
         has_graph = torch.is_grad_enabled()  # with create_graph=True
         all_reduce = differentiable.all_reduce if has_graph else replicas.all_reduce

@@ -22,9 +22,7 @@ class _DifferentiableAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: Any, op: Any, options: Any, label: str, *leaves: Any) -> Any:
         ctx.call = (context, op, options, label)
-        return tuple(
-            context.strategy.extended.replicas.all_reduce(context, op, leaves, options, label)
-        )
+        return tuple(context.replicas.all_reduce(context, op, leaves, options, label))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -43,16 +41,15 @@ class DifferentiableAllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Any, axis: int, options: Any, value: torch.Tensor) -> Any:
-        extended = context.strategy.extended
-        gathered = extended.replicas.all_gather(context, value, axis, options)
+        gathered = context.replicas.all_gather(context, value, axis, options)
         length = torch.tensor([value.shape[axis]], device="cpu")
-        sizes = extended.replicas.all_gather(context, length, 0, options)
+        sizes = context.replicas.all_gather(context, length, 0, options)
         # Where several cores run one program, the replica's number is a tensor.
         replica_id = arrays.as_tensor(context.replica_id_in_sync_group)
         starts = (sizes.cumsum(0) - sizes).to(replica_id.device)
         first = starts.index_select(0, replica_id.reshape(1))
         ctx.call = (context, axis, options, first, value.shape[axis])
-        if extended.num_replicas_in_sync == 1:
+        if context.num_replicas_in_sync == 1:
             return gathered.clone()  # it is `value` itself, and autograd needs another tensor
         return gathered
 
@@ -73,8 +70,7 @@ def check_device(context: AnyReplicaContext, gradients: Sequence[Any]) -> None:
     Autograd runs the backwards of all replicas of a rank on one thread per GPU, so there one replica cannot wait for
     another.
     """
-    replicas = context.strategy.extended.replicas
-    if replicas.count > 1 and any(arrays.is_on_gpu(gradient) for gradient in gradients):
+    if context.replicas.count > 1 and any(arrays.is_on_gpu(gradient) for gradient in gradients):
         raise RuntimeError(
             "the gradient of a collective between several replicas of one rank on a GPU is not supported;"
             " start one rank per replica"
@@ -101,8 +97,7 @@ def all_reduce(
     reduced = [*_DifferentiableAllReduce.apply(context, op, options, label, *operands)]
     if constant:
         others = [leaves[i] for i in constant]
-        replicas = context.strategy.extended.replicas
-        reduced += replicas.all_reduce(context, op, others, options, label)
+        reduced += context.replicas.all_reduce(context, op, others, options, label)
     results = dict(zip(tensors + constant, reduced, strict=True))
     return [results[i] for i in range(count)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +53,7 @@ class ReplicaContext:
         self._strategy = strategy
         self._replica_id = replica_id
         self.local_index = local_index
+        self.replicas: Any = None  # the `Replicas` that run this replica; they set it
 
     def __str__(self) -> str:
         return f"replica {self.replica_id_in_sync_group}"
@@ -62,10 +62,6 @@ class ReplicaContext:
     def strategy(self) -> Any:
         """The strategy that runs this replica."""
         return self._strategy
-
-    @functools.cached_property
-    def _extended(self) -> Any:
-        return self._strategy.extended
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -81,7 +77,7 @@ class ReplicaContext:
     def devices(self) -> tuple[str, ...]:
         """The device of this replica, as a tuple of one name. Raises: RuntimeError outside this replica's run."""
         require_replica(self, "devices")
-        return (self._extended.worker_devices[self.local_index],)
+        return (self._strategy.extended.worker_devices[self.local_index],)
 
     def own_component(self, value: DistributedValues) -> Any:
         """Return this replica's component of `value`.
@@ -121,7 +117,7 @@ class ReplicaContext:
         """
         require_replica(self, "merge_call")
         check_call("merge_call", merge_fn, args, kwargs)
-        return self._extended.replicas.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
+        return self.replicas.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
@@ -146,11 +142,11 @@ class ReplicaContext:
             RuntimeError: outside this replica's run.
         """
         require_replica(self, "all_reduce")
-        extended = self._extended
+        replicas = self.replicas
         try:
             op = ReduceOp.parse(reduce_op)
         except ValueError as error:
-            extended.communicator.raise_together(error)
+            replicas.ops.communicator.raise_together(error)
         plain = value.__class__ is np.ndarray  # neither a structure nor a tensor of autograd
         whole = plain or arrays.is_array(value)
         leaves, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
@@ -158,7 +154,7 @@ class ReplicaContext:
             return value
         if not plain and _needs_gradient(leaves):
             if not op.adds_up:
-                extended.communicator.raise_together(
+                replicas.ops.communicator.raise_together(
                     NotImplementedError(
                         f"all_reduce({op.name}) has no gradient, but a tensor requires one: give it "
                         "tensor.detach(), or call it under torch.no_grad(). SUM and MEAN are differentiable"
@@ -168,7 +164,7 @@ class ReplicaContext:
 
             reduced = differentiable.all_reduce(self, op, leaves, options, label)
         else:
-            reduced = extended.replicas.all_reduce(self, op, leaves, options, label)
+            reduced = replicas.all_reduce(self, op, leaves, options, label)
         return pack(reduced)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -194,11 +190,11 @@ class ReplicaContext:
             (2, 3)
         """
         require_replica(self, "all_gather")
-        extended = self._extended
+        replicas = self.replicas
         whole = arrays.is_array(value)
         leaves, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
         if IndexedSlices in {type(leaf) for leaf in leaves}:
-            extended.communicator.raise_together(
+            replicas.ops.communicator.raise_together(
                 NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")
             )
         gathered = []
@@ -209,7 +205,7 @@ class ReplicaContext:
                 call = differentiable.DifferentiableAllGather.apply
                 gathered.append(call(self, axis, options, leaf))
             else:
-                gathered.append(extended.replicas.all_gather(self, leaf, axis, options, label))
+                gathered.append(replicas.all_gather(self, leaf, axis, options, label))
         return pack(gathered)
 
     def __repr__(self) -> str:

@@ -11,6 +11,8 @@ from mpistrat.machine.devices import current
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.cross_replica_ops import AllReduceCall, CrossReplicaOps
+from mpistrat.replicas.first_step_notice import FirstStepNotice
+from mpistrat.replicas.given_steps import GivenSteps, ShardedArrays
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.local_replicas import LocalReplicas, MergeFunction
 from mpistrat.replicas.replica_context import ReplicaContext
@@ -34,6 +36,9 @@ class Replicas:
             to the next `merge_call`, or to the end of the run.
         at_turn_end: functions that are called at the end of each turn with the replica's local index, on its thread.
             The functions may raise an error about the turn.
+        given_steps: the steps that distributed datasets have given on this rank.
+        sharded: the arrays that `Strategy.shard` has cut on this rank.
+        first_step_notice: prints at the first step how many ranks work together.
         device_of_modules: the device for torch modules that are made in the scope. None: all devices are the host, and
             modules stay where they are.
         records_steps: whether `run` first records the operations of a function, and computes them once it has returned.
@@ -51,18 +56,30 @@ class Replicas:
         self.strategy = strategy
         self.group = group
         self.ops = ops
-        self._is_alone = group.num_replicas_in_sync == 1
         self.count = group.num_local_replicas
         self.devices = group.worker_devices
         parameter_device = parameter_device or group.worker_devices[0]
         devices = [parameter_device, *group.worker_devices]
         kinds = {device.partition(":")[0] for device in devices}
         self.device_of_modules = None if kinds == {"cpu"} else parameter_device
+        rank = group.communicator.rank
+        size = group.communicator.size
+        replicas = group.num_replicas_in_sync
+        self.given_steps = GivenSteps(replicas, size, is_first_rank=rank == 0)
+        self.sharded = ShardedArrays(replicas, self.given_steps.tell_once)
+        self.first_step_notice = FirstStepNotice(group)
+        self._is_alone = replicas == 1
         self._turns = LocalReplicas(self.count)
         self.states = self._turns.states
         self.at_turn_end: list[Callable[[int], None]] = []
         first = group.first_replica_id
-        self.contexts = [ReplicaContext(strategy, first + i, i) for i in range(self.count)]
+        self.set_contexts([ReplicaContext(strategy, first + i, i) for i in range(self.count)])
+
+    def set_contexts(self, contexts: list[ReplicaContext]) -> None:
+        """Let `contexts` be the contexts of this rank's replicas."""
+        self.contexts = contexts
+        for context in contexts:
+            context.replicas = self
 
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None

@@ -25,8 +25,6 @@ from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.checkpoint_role import CheckpointRole
-from mpistrat.replicas.first_step_notice import FirstStepNotice
-from mpistrat.replicas.given_steps import GivenSteps, ShardedArrays
 from mpistrat.replicas.input_plan import InputPlan
 from mpistrat.replicas.torch_modules import TorchModules
 from mpistrat.values import DistributedValues, Mirrored, select_replica
@@ -144,12 +142,10 @@ class StrategyExtended(abc.ABC):
         self.communicator = group.communicator
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas
-        self.num_replicas_in_sync = replicas = group.num_replicas_in_sync
-        rank = self.communicator.rank
-        size = self.communicator.size
-        self.given_steps = GivenSteps(replicas, size, is_first_rank=rank == 0)
-        self.sharded = ShardedArrays(replicas, self.given_steps.tell_once)
-        self.first_step_notice = FirstStepNotice(group)
+        self.num_replicas_in_sync = group.num_replicas_in_sync
+        self.given_steps = self.replicas.given_steps
+        self.sharded = self.replicas.sharded
+        self.first_step_notice = self.replicas.first_step_notice
         self.first_replica_id = group.first_replica_id
         self.deterministic = group.deterministic
         self.topology = group.topology

@@ -49,7 +49,7 @@ class _DefaultStrategy(Strategy):
             raise RuntimeError("there is one default strategy; get it with get_strategy()")
         extended = _DefaultExtended(self, one_replica(self, "cpu:0"))
         context = DefaultReplicaContext(self, 0)
-        extended.replicas.contexts = [context]
+        extended.replicas.set_contexts([context])
         super().__init__(extended)
         below_all.mode = Mode(self, context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +98,10 @@ class ReplicasOnCores(RecordedReplicas):
         steps: RecordedSteps,
         why_through_the_host: str,
     ) -> None:
-        as_one = ReplicaGroup(group.communicator, group.worker_devices[:1], group.replicas_of_ranks)
+        as_one = dataclasses.replace(group, worker_devices=group.worker_devices[:1])
         super().__init__(strategy, as_one, ops, steps, why_through_the_host)
         first = group.first_replica_id
-        self.contexts = [_ContextOnCores(strategy, first, cores, self._spread)]
+        self.set_contexts([_ContextOnCores(strategy, first, cores, self._spread)])
         self.group = group  # has an entry for each core; `as_one` has a single one
         self._core_values = cores.values
         self._num_local = group.num_local_replicas

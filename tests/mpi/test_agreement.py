@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.communicators.collectives.broadcast import Broadcast
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.agreement import MessageAgreement, SharedMemoryAgreement
 from mpistrat.communicators.contract.contract import Contract
@@ -112,12 +113,12 @@ def test_an_error_inside_a_collective_ends_it():
     def fails(*_):
         raise TypeError("on all ranks")
 
-    communicator.mpi.broadcast = fails
+    communicator.mpi.moves = {Broadcast: fails}
     try:
         with pytest.raises(TypeError, match="on all ranks"):
             communicator.broadcast(np.ones(1))
     finally:
-        del communicator.mpi.broadcast
+        del communicator.mpi.moves
     assert communicator.contract.waiting_in is None
     assert not any(board.since for board in communicator.contract.watch.record.slots())
     communicator.broadcast(np.ones(1))

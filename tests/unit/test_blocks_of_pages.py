@@ -128,7 +128,11 @@ def places_of(page: str, block: Block) -> Iterator[str]:
         yield "tests/launch/test_console_blocks.py"
     elif block.language == "python":
         known = {**dict.fromkeys(PROGRAMS, "tests/launch/test_docs.py::test_programs_run")}
-        yield {**known, "docs/tpus.md": "tests/tpu/test_docs.py"}.get(page, "")
+        known |= {
+            "CONTRIBUTING.md": "tests/mpi/test_additions.py",
+            "docs/tpus.md": "tests/tpu/test_docs.py",
+        }
+        yield known.get(page, "")
     elif block.language == "py":
         yield "tests/launch/test_docs.py::test_fragments_run" if page in FRAGMENTS else ""
     elif other := OTHERS.get((page, block.text.partition("\n")[0])):

@@ -134,9 +134,7 @@ class StepAgreement:
         self._layouts: list[Any] = []  # layouts of the parameters that the last backward used
         self._digest = 0  # checksum of `_layouts`
 
-    def agree(
-        self, replicas: Sequence[ReplicaBackward], extended: Any, optimizer_steps: int
-    ) -> AgreedGradients:
+    def agree(self, replicas: Sequence[ReplicaBackward], optimizer_steps: int) -> AgreedGradients:
         """Let the ranks agree, by one all-reduce, on the used parameters and the written buffers. Collective.
 
         The all-reduce also compares how often each rank has called `run` (inside `replica()`: how many batches its
@@ -147,7 +145,6 @@ class StepAgreement:
         Called by: every rank, once per backward of its replicas.
         Args:
             replicas: the backwards of this rank's replicas.
-            extended: the strategy's `StrategyExtended`.
             optimizer_steps: number of optimizer steps that this rank has taken inside `run`.
         Raises:
             CollectiveMismatchError: on all ranks, if the ranks are in different steps or their used parameters have
@@ -156,7 +153,7 @@ class StepAgreement:
                 CollectiveMismatchError in their next collective.
         """
         piggybacks = list(self._parts.piggybacks)
-        sharded = extended.sharded
+        sharded = self._parts.replicas.sharded
         counts = self._parts.strategy.runs, optimizer_steps, sharded.count
         kinds = _kinds(replicas)
         unused = np.array(kinds, np.int32) == 0
@@ -196,8 +193,9 @@ class StepAgreement:
             self._check_not_frozen(np.flatnonzero(unused & (used != 0)).tolist())
         if batches_differ or sharded.first:
             sharded.compared(same=not batches_differ)
-        if not extended.given_steps.distributed:
-            extended.given_steps.reduced()
+        given_steps = self._parts.replicas.given_steps
+        if not given_steps.distributed:
+            given_steps.reduced()
         return AgreedGradients(
             np.flatnonzero(used >= _DENSE).tolist(),
             np.flatnonzero(used == _SPARSE).tolist(),

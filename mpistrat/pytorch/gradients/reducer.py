@@ -117,6 +117,7 @@ class GradientReducer:
         slice_steps: the optimizer steps of parameters that a node's ranks share; None without `shared_parameters=True`.
 
     Attributes:
+        parts: the argument `parts`.
         count: number of replicas on all ranks.
         steps: number of optimizer steps that this rank has taken inside `run`. A rank with another number has skipped
             a backward.
@@ -136,7 +137,7 @@ class GradientReducer:
     def __init__(
         self, parts: ModuleParts, registry: Registry, slice_steps: SliceSteps | None = None
     ) -> None:
-        self._parts = parts
+        self.parts = parts
         self.registry = registry
         self.slice_steps = slice_steps
         self._communicator = parts.group.communicator
@@ -164,10 +165,6 @@ class GradientReducer:
         """Whether the first replica of this rank has gradients of `no_sync()` that are not reduced."""
         return self._earlier[0].has_local
 
-    @functools.cached_property
-    def _extended(self) -> Any:  # the strategy's `StrategyExtended`
-        return self._parts.strategy.extended
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside the block, backwards add to `.grad` without a reduction. Does the work of `Strategy.no_sync`."""
@@ -189,7 +186,7 @@ class GradientReducer:
         """
         step = self._set_aside(context.local_index)
         reduced = None
-        replicas = self._parts.replicas
+        replicas = self.parts.replicas
         replica = step.replica
         try:
             self._run(step, tensors, *arguments)
@@ -210,7 +207,7 @@ class GradientReducer:
         Raises: RuntimeError inside `replica()` if no module is mirrored and torch has no default process group; or if
             a graph of the device is being captured.
         """
-        rule = self._parts.rule
+        rule = self.parts.rule
         call = f"backward() over {self.count} replicas"
         parameters = []
         some = None
@@ -277,12 +274,12 @@ class GradientReducer:
             used are absent.
         """
         with spans.current.range("reduce gradients"):
-            if self._parts.ops.custom is not None:
+            if self.parts.ops.custom is not None:
                 with self._raising_together:
-                    sum_by_custom_ops(self._parts.ops.custom, steps)
-            agreed = self._agreement.agree(steps, self._extended, self.steps)
+                    sum_by_custom_ops(self.parts.ops.custom, steps)
+            agreed = self._agreement.agree(steps, self.steps)
             if early_signals.kept or not self.has_reduced:
-                self._extended.first_step_notice.at_step(None)
+                self.parts.replicas.first_step_notice.at_step(None)
             self.has_reduced = True
             self.reductions += 1
             totals = self._reduce(steps, agreed)
@@ -300,9 +297,9 @@ class GradientReducer:
         mean over the global batch, even if the batches differ in size. Else, or if no loader gave a step, it is 1.0.
         Args: in_block: whether the backward runs inside `replica()` and not inside `run`.
         """
-        steps = self._extended.given_steps
-        sharded = self._extended.sharded
-        is_mean = self._parts.rule.chosen == "mean"
+        steps = self.parts.replicas.given_steps
+        sharded = self.parts.replicas.sharded
+        is_mean = self.parts.rule.chosen == "mean"
         weight = 1.0
         weighs = in_block and is_mean
         examples = None
@@ -325,7 +322,7 @@ class GradientReducer:
         Args: name: the parameter's name, for messages.
         Raises: RuntimeError with `shared_parameters=True`, or if this rank has several replicas.
         """
-        rule = self._parts.rule
+        rule = self.parts.rule
         if rule.is_of_loss and not self._warned_of_scale:
             self._warned_of_scale = True
             warn_on_first_rank(
@@ -336,8 +333,8 @@ class GradientReducer:
             )
         if self.slice_steps is not None:
             why = "shared_parameters=True keeps one copy per node of whole parameters: leave it out"
-        elif self._parts.replicas.count > 1:
-            why = f"this rank has {self._parts.replicas.count} replicas: start one rank per replica"
+        elif self.parts.replicas.count > 1:
+            why = f"this rank has {self.parts.replicas.count} replicas: start one rank per replica"
         else:
             return
         raise RuntimeError(
@@ -379,7 +376,7 @@ class GradientReducer:
 
     def explain(self) -> str:
         """Return lines for people: the rule (mean or sum), overlap, and the wire format if there is one."""
-        lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
+        lines = [str(self.parts.rule), self.overlap.explain(), self.wires.explain()]
         return "\n".join([line for line in lines if line])
 
     def _reduce(
@@ -420,16 +417,16 @@ class GradientReducer:
         if self.overlap.may_come:
             self.overlap.end(step, agreed)
         if agreed.sparse:
-            reduced |= sum_sparse(self._parts.ops.over_ranks, agreed.sparse, steps)
+            reduced |= sum_sparse(self.parts.ops.over_ranks, agreed.sparse, steps)
         if self.wires.has_format:
             self.wires.end_backward()
         if self.registry.buffers:
             snapshots = [backward.buffers for backward in steps]
-            buffers.reduce(self._parts, self.registry.buffers, snapshots, agreed.buffers)
+            buffers.reduce(self.parts, self.registry.buffers, snapshots, agreed.buffers)
         for piggyback, greatest in agreed.maxima:
             piggyback.received(greatest)
         if agreed.watched.any():
-            self._parts.watch.received(agreed.watched)
+            self.parts.watch.received(agreed.watched)
         return reduced
 
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:

@@ -150,7 +150,7 @@ def _compare(
     if runs >= _FIRST_STEPS or parts.replicas.records_steps:
         return
     counted = 0
-    examples = parts.strategy.extended.given_steps.examples
+    examples = parts.replicas.given_steps.examples
     if examples is not None:
         counted = examples[0] * runs
     for i, (tensor, *_) in copies.items():
