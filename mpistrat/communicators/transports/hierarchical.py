@@ -24,7 +24,7 @@ from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node.common_memory import CommonMemory
 from mpistrat.communicators.node.memory import NodeMemory
 from mpistrat.communicators.node.shared_memory import first_failure
-from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.reduction import Reduction, reducing
 from mpistrat.communicators.reduction.arithmetic import Arithmetic, scale, share_of
 from mpistrat.communicators.reduction.tree import ReductionTree, tree_sum_of
 from mpistrat.communicators.router import Router, Transports
@@ -265,7 +265,10 @@ def _combined(
     Returns: the result, times the scale of `reduction`: `total`, or its first row with a tree.
     """
     if between is None:
-        across.all_reduce(total, Reduction(reduction.op, compressor=reduction.compressor))
+        plain = reducing(reduction.op)
+        if reduction.compressor is not None:
+            plain = plain.compressed_by(reduction.compressor)
+        across.all_reduce(total, plain)
     else:
         slices = total.reshape(len(between.held[across.rank]), -1)
         across.all_reduce_by_tree(slices, between)
