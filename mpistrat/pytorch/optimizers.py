@@ -234,7 +234,7 @@ def _check_parameters(
         return
     _check_mirrored(optimizer, reducer)
     if before is not None and before[-1] != ids:
-        context.strategy.extended.modules.made.compared.pop(optimizer, None)
+        context.replicas.modules.made.compared.pop(optimizer, None)
     # The rank's other replicas do not get here, because they find the entry in `_checked`.
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():

@@ -39,6 +39,7 @@ class Replicas:
         given_steps: the steps that distributed datasets have given on this rank.
         sharded: the arrays that `Strategy.shard` has cut on this rank.
         first_step_notice: prints at the first step how many ranks work together.
+        modules: the `TorchModules` of these replicas; it sets this attribute when it is made.
         device_of_modules: the device for torch modules that are made in the scope. None: all devices are the host, and
             modules stay where they are.
         records_steps: whether `run` first records the operations of a function, and computes them once it has returned.
@@ -68,6 +69,7 @@ class Replicas:
         self.given_steps = GivenSteps(replicas, size, is_first_rank=rank == 0)
         self.sharded = ShardedArrays(replicas, self.given_steps.tell_once)
         self.first_step_notice = FirstStepNotice(group)
+        self.modules: Any = None
         self._is_alone = replicas == 1
         self._turns = LocalReplicas(self.count)
         self.states = self._turns.states

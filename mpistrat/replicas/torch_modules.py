@@ -72,6 +72,7 @@ class TorchModules:
         self, parts: ModuleParts, make: Callable[[ModuleParts], Any], needed: bool
     ) -> None:
         self.parts = parts
+        parts.replicas.modules = self
         self._make = make
         self.rule = parts.rule
         self.piggybacks = parts.piggybacks

@@ -76,7 +76,7 @@ def replica_here() -> tuple[AnyReplicaContext, GradientReducer] | None:
     context = mode.replica_context
     if context is None:
         return None
-    modules = mode.strategy.extended.modules.made
+    modules = context.replicas.modules.made
     if modules is None or modules.reducer.count == 1:
         return None
     return context, modules.reducer
