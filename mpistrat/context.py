@@ -37,7 +37,7 @@ class AnyStrategy(Protocol):
 
 
 class AnyReplicaContext(Protocol):
-    """The part of a `ReplicaContext` that this module uses."""
+    """The part of a `ReplicaContext` that lower-level modules use; they cannot import it."""
 
     local_index: int
     replicas: Any
@@ -54,11 +54,14 @@ class Mode(NamedTuple):
     """An entry of a thread's stack: the strategy in force, and the replica that the thread runs.
 
     Attributes:
+        strategy: a handle, to pass on, to compare and to print.
+        replicas: the strategy's `Replicas` on this rank: the steps, the modules and the collectives of its replicas.
         replica_context: the running replica's context; None in the cross-replica context.
         in_block: whether `Strategy.replica()` has made the entry; False for an entry of `run` or `scope()`.
     """
 
     strategy: AnyStrategy
+    replicas: Any
     replica_context: AnyReplicaContext | None
     in_block: bool = False
 
@@ -166,6 +169,7 @@ class entered:  # noqa: N801 - used like a function: `with entered(mode):`
 
     Args:
         strategy: the strategy in force inside.
+        replicas: its `Replicas` on this rank.
         replica_context: the context of the replica that the thread runs inside; None for the cross-replica context.
         in_block: whether it is entered for `Strategy.replica()`.
     """
@@ -175,10 +179,11 @@ class entered:  # noqa: N801 - used like a function: `with entered(mode):`
     def __init__(
         self,
         strategy: AnyStrategy,
+        replicas: Any,
         replica_context: AnyReplicaContext | None,
         in_block: bool = False,
     ) -> None:
-        self.mode = Mode(strategy, replica_context, in_block)
+        self.mode = Mode(strategy, replicas, replica_context, in_block)
 
     def __enter__(self) -> None:
         per_thread.modes.append(self.mode)
@@ -218,7 +223,9 @@ def outside_replica_block(strategy: AnyStrategy) -> contextlib.AbstractContextMa
 
     Elsewhere it changes nothing. Called by: the methods of `Checkpoint`.
     """
-    return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
+    if in_replica_block(strategy):
+        return entered(strategy, per_thread.modes[-1].replicas, None)
+    return _NOTHING
 
 
 @contextlib.contextmanager

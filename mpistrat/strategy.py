@@ -515,7 +515,7 @@ class Strategy(RankMethods):
             >>> strategy.run(lambda: strategy.shard(torch.arange(5)))
             PerReplica:{ 0: tensor([0, 1, 2]), 1: tensor([3, 4]) }
         """
-        return shard(self, values, dim)
+        return shard(self._replicas, self._extended.input.share, values, dim)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager around `backward()`: inside, gradients are added to `.grad` and not communicated.
@@ -564,7 +564,7 @@ class _Scope:
                 )
         if at_top_level() and self._modules.are_seen:
             self._modules.get()  # from now on the strategy sees each torch module that is built
-        self._entered = entered(strategy, None)
+        self._entered = entered(strategy, strategy.extended.replicas, None)
         self._entered.__enter__()
         return strategy
 

@@ -57,7 +57,7 @@ class Transports:
 
 
 class KnownCall(NamedTuple):
-    """A kind of call: all calls of one operation, dtype, shape, root and label.
+    """A kind of call: all calls with equal `Collective.key`, on one kind of device.
 
     Attributes:
         signature: the description of the call that ranks compare.

@@ -27,7 +27,8 @@ class Transport(abc.ABC):
     move bytes are called by all ranks of the group, in the same order, when they have agreed on the call.
 
     Attributes:
-        moves: from each collective that the transport moves to its method.
+        moves: from each collective that the transport moves itself to its method. These are functions of the class: a
+            subclass that overrides a method lists it anew.
         rank: this process's number in the group.
         takes_device_buffers: whether buffers may be in the memory of an accelerator.
         ordered_by_streams: whether collectives on an accelerator return when they are queued on its stream, not ended.
@@ -57,7 +58,7 @@ class Transport(abc.ABC):
         move = self.moves.get(collective.__class__)
         if move is None:
             raise TypeError(
-                f"{type(self).__name__} does not take {collective.name}: ask choose() first"
+                f"{type(self).__name__} does not take {collective.name}: add it to `moves`, or ask choose() first"
             )
         return move(self, collective)
 

@@ -14,19 +14,17 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import array_api_compat as api
 import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.communicators import Communicator
 from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
 from mpistrat.communicators.recycled_buffers import SMALLEST, RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
-
-if TYPE_CHECKING:
-    from mpistrat.communicators import Communicator
 
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 LAYOUT = operator.attrgetter("dtype", "device", "shape")

@@ -62,7 +62,7 @@ class DivergenceSentinel:
             mark_raised_by_all(error)
             raise error
         if strategy.num_replicas_in_sync > 1:
-            strategy.extended.modules.piggybacks.append(self)
+            strategy.extended.modules.parts.piggybacks.append(self)
 
     def check(self) -> None:
         """Compare the mirrored state now.

@@ -103,7 +103,7 @@ class PreemptionCheckpointHandler:
             self._end.takes_to_save(self._longest_of_ranks(time.monotonic() - began))
             self._tell(f"goes on from {restored}", "INFO")
         self._word = PiggybackedWord(_word_of(self._end))
-        self._piggybacks = extended.modules.piggybacks
+        self._piggybacks = extended.modules.parts.piggybacks
         self._piggybacks.append(self._word)
         self._end.warn_if_near()
         self._is_called = False  # whether the program itself marks the ends of steps

@@ -378,7 +378,7 @@ class DistributedIterator(Iterator[Any]):
         Args: in_block: whether the program is inside `Strategy.replica()`.
         """
         extended = self._extended
-        extended.first_step_notice.at_step(step.examples, self._dataset._reader.batch_size)
+        extended.replicas.first_step_notice.at_step(step.examples, self._dataset._reader.batch_size)
         if in_block or not extended.given_steps.blocks:
             examples = step.examples if self._combines_all else None
             extended.given_steps.give(self, examples, gradients=gradients_are_on())

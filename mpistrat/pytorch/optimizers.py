@@ -198,8 +198,8 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
     global _has_warned
     if _has_warned or has_default_group():
         return  # DistributedDataParallel may keep the parameters equal
-    strategy, context, _ = current_mode()
-    inside_run = context is not None and not strategy.is_default
+    mode = current_mode()
+    inside_run = mode.replica_context is not None and not mode.strategy.is_default
     together = [m for m in all_modules if m.parts.group.communicator.size > 1]
     if inside_run or not together or any(m.reducer.steps for m in together):
         return

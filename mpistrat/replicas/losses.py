@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import arrays
-from mpistrat.context import get_replica_context, get_strategy
+from mpistrat.context import current_mode, get_replica_context, get_strategy
 
 
 def _replicas(call: str) -> int:
@@ -88,7 +88,7 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
         meant.
     """
     num_examples = loss.shape[0]
-    steps = get_strategy().extended.given_steps
+    steps = current_mode().replicas.given_steps
     has_gradients = getattr(loss, "requires_grad", False)
     examples = steps.examples_with_gradients if has_gradients else steps.examples
     if examples is not None and replicas > 1:
@@ -122,22 +122,23 @@ def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess:
     """
     import torch
 
-    extended = get_strategy().extended
+    here = current_mode().replicas
+    rule = here.modules.parts.rule
     is_compiling = torch.compiler.is_compiling()
-    choose_sum(contradicts_mean, extended.modules.rule.name, is_compiling and is_guess)
-    if not is_compiling and extended.modules.rule.chosen != "mean":
-        _tell_of_size(extended, num_examples, size)
+    choose_sum(contradicts_mean, rule.name, is_compiling and is_guess)
+    if not is_compiling and rule.chosen != "mean":
+        _tell_of_size(here, num_examples, size)
 
 
-def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
+def _tell_of_size(here: Any, num_examples: int, size: int) -> None:
     """Let rank 0 warn, once, if the loss was divided by `size`, the size of one replica's part, and not of the whole.
 
     The whole is the global batch of a loader's step, or an array that `Strategy.shard` has cut. Any other `size` is the
     program's choice: it may accumulate gradients, or scale by the step of another loader.
     """
-    steps = extended.given_steps
-    cuts = extended.sharded.cuts
-    replicas = extended.num_replicas_in_sync
+    steps = here.given_steps
+    cuts = here.sharded.cuts
+    replicas = here.group.num_replicas_in_sync
     totals = {whole for part, whole, _ in cuts if part == num_examples}
     parts: list[int] = []  # of the last step
     examples = steps.examples_with_gradients
@@ -148,7 +149,7 @@ def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
     if len(totals) == 1 and not steps.has_given(size):
         (total,) = totals
         if size == num_examples * replicas:
-            extended.sharded.tell_of_uneven(num_examples)
+            here.sharded.tell_of_uneven(num_examples)
         elif size in (num_examples, sum(parts), total / replicas):
             steps.tell_once(
                 f"compute_average_loss: global_batch_size={size} is the size of one part; the batch has {total} "
@@ -169,11 +170,11 @@ def choose_sum(contradicts_mean: bool, rule: str, is_guess: bool) -> None:
         is_guess: whether the loss assumes that all replicas have equally many examples. Rank 0 then warns, if a sharded
             array has parts of different sizes.
     """
-    extended = get_strategy().extended
+    here = current_mode().replicas
     if is_guess:
-        extended.sharded.tell_of_uneven()
-    warn = contradicts_mean and extended.communicator.rank == 0
-    extended.modules.rule.ask_for("sum", "compute_average_loss", warn=warn)
+        here.sharded.tell_of_uneven()
+    warn = contradicts_mean and here.group.communicator.rank == 0
+    here.modules.parts.rule.ask_for("sum", "compute_average_loss", warn=warn)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:

@@ -46,9 +46,10 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
             raise RuntimeError(
                 "replica() was called inside run, which is a replica's work already: call it outside"
             )
-        context = extended.replicas.contexts[0]
+        replicas = extended.replicas
+        context = replicas.contexts[0]
         self._context = context
-        self._entered = entered(strategy, context, in_block=True)
+        self._entered = entered(strategy, replicas, context, in_block=True)
 
     def __enter__(self) -> ReplicaContext:
         self._is_outermost = not any(mode.in_block for mode in per_thread.modes)
@@ -65,4 +66,4 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
             spans.current.end_steps()
             self._extended.given_steps.blocks -= 1
             if exc[0] is None:  # a backward would have cleared the cuts
-                self._extended.sharded.tell_of_uneven()
+                self._extended.replicas.sharded.tell_of_uneven()

@@ -63,10 +63,11 @@ class Replicas:
         devices = [parameter_device, *group.worker_devices]
         kinds = {device.partition(":")[0] for device in devices}
         self.device_of_modules = None if kinds == {"cpu"} else parameter_device
-        rank = group.communicator.rank
-        size = group.communicator.size
+        communicator = group.communicator
         replicas = group.num_replicas_in_sync
-        self.given_steps = GivenSteps(replicas, size, is_first_rank=rank == 0)
+        self.given_steps = GivenSteps(
+            replicas, communicator.size, is_first_rank=communicator.rank == 0
+        )
         self.sharded = ShardedArrays(replicas, self.given_steps.tell_once)
         self.first_step_notice = FirstStepNotice(group)
         self.modules: Any = None
@@ -92,7 +93,7 @@ class Replicas:
         Returns: with one replica, the result of `fn`; else a structure of `PerReplica` values.
         """
         if self.count == 1:
-            with entered(self.strategy, self.contexts[0]):
+            with entered(self.strategy, self, self.contexts[0]):
                 if args:
                     args = select_replica(0, tuple(args))
                 if kwargs:
@@ -105,7 +106,7 @@ class Replicas:
             per_thread.modes = list(outer)
             try:
                 context = self.contexts[index]
-                with entered(self.strategy, context), current(self.devices[index]):
+                with entered(self.strategy, self, context), current(self.devices[index]):
                     own_args = select_replica(index, tuple(args))
                     own_kwargs = select_replica(index, dict(kwargs or {}))
                     result = fn(*own_args, **own_kwargs)
@@ -128,12 +129,12 @@ class Replicas:
         Called by: `ReplicaContext.merge_call`, on every replica of this rank, after the checks of its arguments.
         """
         if self.count == 1:
-            with entered(self.strategy, None):
+            with entered(self.strategy, self, None):
                 return select_replica(0, merge_fn(self.strategy, *args, **kwargs))
 
         def merge(operands: list[tuple[Any, ...]]) -> Any:
             grouped, keywords = regroup(operands)
-            with entered(self.strategy, None):
+            with entered(self.strategy, self, None):
                 return merge_fn(self.strategy, *grouped, **keywords)
 
         index = context.local_index

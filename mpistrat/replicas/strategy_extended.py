@@ -109,8 +109,6 @@ class StrategyExtended(abc.ABC):
         modules: mirrors torch modules and reduces their gradients.
         wraps_values: whether `experimental_distribute_values_from_function` returns a `PerReplica`.
         given_steps: the steps that distributed datasets have given on this rank.
-        sharded: the arrays that `Strategy.shard` has cut on this rank.
-        first_step_notice: prints at the first step how many ranks work together.
         experimental_require_static_shapes: whether shapes must not depend on values.
 
     Example:
@@ -144,8 +142,6 @@ class StrategyExtended(abc.ABC):
         self.num_local_replicas = group.num_local_replicas
         self.num_replicas_in_sync = group.num_replicas_in_sync
         self.given_steps = self.replicas.given_steps
-        self.sharded = self.replicas.sharded
-        self.first_step_notice = self.replicas.first_step_notice
         self.first_replica_id = group.first_replica_id
         self.deterministic = group.deterministic
         self.topology = group.topology
@@ -301,7 +297,7 @@ class StrategyExtended(abc.ABC):
         """
         require_cross_replica(self.strategy, "experimental_run_steps_on_iterator")
         context = MultiStepContext(initial_loop_values)
-        with entered(self.strategy, None):
+        with entered(self.strategy, self.replicas, None):
             for _ in range(iterations):
                 fn(context, next(iterator))
         return context

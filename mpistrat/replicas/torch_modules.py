@@ -61,11 +61,8 @@ class TorchModules:
             keeper.
 
     Attributes:
-        parts: the argument of `make`.
+        parts: the argument of `make`. Its `Replicas` refer to this object from now on.
         made: the keeper, the result of `make`; None until it is needed.
-        rule: whether gradients are summed or averaged.
-        piggybacks: objects that add integers to the all-reduce by which the ranks agree before each reduction of
-            gradients.
     """
 
     def __init__(
@@ -74,8 +71,6 @@ class TorchModules:
         self.parts = parts
         parts.replicas.modules = self
         self._make = make
-        self.rule = parts.rule
-        self.piggybacks = parts.piggybacks
         self.needed = needed
         self.made: Any = None
 

@@ -51,7 +51,7 @@ class _DefaultStrategy(Strategy):
         context = DefaultReplicaContext(self, 0)
         extended.replicas.set_contexts([context])
         super().__init__(extended)
-        below_all.mode = Mode(self, context)
+        below_all.mode = Mode(self, extended.replicas, context)
 
     def scope(self) -> Any:
         """Return a context that changes nothing. Raises: RuntimeError inside another strategy's scope."""

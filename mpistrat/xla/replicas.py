@@ -114,7 +114,7 @@ class ReplicasOnCores(RecordedReplicas):
         def call() -> Any:
             own_args = self._spread(tuple(args))
             own_keywords = self._spread(dict(keywords))
-            with entered(self.strategy, self.contexts[0]):
+            with entered(self.strategy, self, self.contexts[0]):
                 result = fn(*own_args, **own_keywords)
             return nest.map_structure(lambda leaf: self._of_all(arrays.detach(leaf)), result)
 

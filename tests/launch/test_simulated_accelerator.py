@@ -36,9 +36,12 @@ def test_on_one_node(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
 @pytest.mark.long(
     "Four ranks share the cores, and train seven times by each of two kinds of device."
 )
+@pytest.mark.time_limit(240)
 @pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_on_two_nodes(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
     if reason := two_nodes.why_not():
         pytest.skip(reason)
     with two_nodes.two_nodes(tmp_path) as nodes:
-        check(nodes.run_python(launcher, ranks // 2, PROGRAM, tmp_path, env=EACH_HAS_ONE))
+        check(
+            nodes.run_python(launcher, ranks // 2, PROGRAM, tmp_path, env=EACH_HAS_ONE, seconds=180)
+        )

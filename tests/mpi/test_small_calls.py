@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.node.small_calls import largest_combined
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from support.rank_errors import errors_of_ranks
@@ -32,14 +33,24 @@ def communicator():
 @pytest.fixture
 def moved(monkeypatch):
     """The names of the calls that transports were asked to move."""
-    calls = []
-    original = WindowTransport.choose
+    calls, seen = [], []
+    choose, move = WindowTransport.choose, MpiTransport.move
 
-    def choose(self, collective):
-        calls.append(collective.name)
-        return original(self, collective)
+    def note(collective):
+        if all(collective is not other for other in seen):
+            seen.append(collective)
+            calls.append(collective.name)
 
-    monkeypatch.setattr(WindowTransport, "choose", choose)
+    def noting_choose(self, collective):
+        note(collective)
+        return choose(self, collective)
+
+    def noting_move(self, collective):
+        note(collective)
+        return move(self, collective)
+
+    monkeypatch.setattr(WindowTransport, "choose", noting_choose)
+    monkeypatch.setattr(MpiTransport, "move", noting_move)
     return calls
 
 

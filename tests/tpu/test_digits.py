@@ -12,7 +12,10 @@ import torch
 
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
-pytestmark = pytest.mark.long("XLA compiles each graph on every rank before the rank can train.")
+pytestmark = [
+    pytest.mark.long("XLA compiles each graph on every rank before the rank can train."),
+    pytest.mark.time_limit(330),
+]
 
 ONE_EPOCH = "--one-epoch"
 PROGRAM = Path(__file__).parent / "programs" / "trained_digits.py"
@@ -46,7 +49,7 @@ def train(mpi: str, ranks: int, *arguments: str, devices: int = 1) -> Trained:
 def _train(launcher: Launcher, ranks: int, path: Path, *arguments: str, devices: int) -> Trained:
     environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     job = launcher.run_python(
-        ranks, PROGRAM, path, *arguments, env=environment, seconds=150, forked=True
+        ranks, PROGRAM, path, *arguments, env=environment, seconds=300, forked=True
     )
     assert job.returncode == 0, job.output
     assert job.left_behind == ()

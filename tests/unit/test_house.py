@@ -6,6 +6,8 @@ import pytest
 
 from support import house
 
+pytestmark = pytest.mark.time_limit(180)  # on a busy machine the whole package is read slowly
+
 # The nodes of the syntax tree at commit 27c27693, and those that later work was granted.
 NODES = 369_425
 GRANTED_NODES = {
@@ -16,12 +18,12 @@ GRANTED_NODES = {
 # Each tuple has the values that were reached, the latest last. A value that rises is an error, whoever writes it here.
 # None of them alone says that code is plain: narrow lines and long tables lower the first one, too.
 REACHED: dict[str, tuple[float, ...]] = {
-    "nodes_per_line": (9.52, 9.3, 9.18, 8.97, 8.86),
+    "nodes_per_line": (9.52, 9.3, 9.18, 8.97, 8.86, 8.82),
     "packed_lines": (33.2, 30.9, 23.8, 16.9, 8.0),
     "branches": (23.8, 23.7),
     "over_14": (39, 0),
     "relatives": (21.7, 20.8, 20.6, 18.9, 1.0),
-    "large": (11, 9, 8),
+    "large": (11, 9, 8, 7),
 }
 REACHED_FORMS: dict[str, tuple[float, ...]] = {  # per 1,000 code lines
     "parallel": (18.0, 5.8, 3.1, 0.1, 0.0),

@@ -36,7 +36,10 @@ class AllGatherInto(Collective):
         return AllGatherInto, self.label, kind
 
     def check(self, size: int) -> None:
-        """Raises: ValueError unless `out` has `size` times as many elements as `buffer`, and the same dtype."""
+        """Check `out`.
+
+        Raises: ValueError unless it has `size` times as many elements as `buffer`, and the same dtype.
+        """
         buffer = self.buffer
         out = self.out
         expected = size * num_elements(buffer)

@@ -31,8 +31,10 @@ class Reducing(Collective):
     reduction: Reduction
 
     def check(self, size: int) -> None:
-        """Raises: ValueError if the operation is not in `OPS`, or if integers have a scale. TypeError for a bitwise
-        operation on floats.
+        """Check that the reduction can combine the buffer.
+
+        Raises: ValueError if the operation is not in `OPS`, or if integers have a scale. TypeError for a bitwise
+            operation on floats.
         """
         op = self.reduction.op
         if op not in OPS:
@@ -48,8 +50,7 @@ class Reducing(Collective):
         return (self.reduction.op,)
 
     def labels(self) -> tuple[str, ...]:
-        label = self.reduction.label
-        factor = self.reduction.scale
+        label, factor = self.reduction.agreed[1:]
         return (label,) if factor is None else (label, f"times {factor!r}")
 
     def can_slice(self) -> bool:
@@ -93,9 +94,12 @@ class AllReduce(Reducing):
         return AllReduce, self.reduction.agreed, buffer.dtype, buffer.shape, of_out
 
     def check(self, size: int) -> None:
+        """Raises: ValueError also unless `out` has the shape and dtype of `buffer`."""
         buffer = self.buffer
         out = self.target
-        Reducing.check(self, size)
+        Reducing.check(
+            self, size
+        )  # `super` does not know the class that `slots=True` has made anew
         if (out.shape, out.dtype) != (buffer.shape, buffer.dtype):
             raise ValueError(
                 f"out must be {described(buffer)}, like the buffer, got {described(out)}"

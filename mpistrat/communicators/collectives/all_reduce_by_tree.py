@@ -20,6 +20,7 @@ class AllReduceByTree(AllReduce):
         buffer: the sums that this rank holds, in rows; the first row gets the result.
         reduction: "sum"; its scale multiplies the result.
         tree: the order of additions.
+        out: None.
     """
 
     name: ClassVar[str] = "all_reduce_by_tree"

@@ -54,8 +54,10 @@ class AllToAll(Collective):
         return AllToAll, self.label, kind, self.sent, self.received
 
     def check(self, size: int) -> None:
-        """Raises: ValueError if rows of `buffer` and `out` differ in dtype or shape, or unless `sent` and `received`
-        have a count >= 0 for each of `size` ranks that add up to the rows of `buffer` and of `out`.
+        """Check the rows, and the counts of rows.
+
+        Raises: ValueError if rows of `buffer` and `out` differ in dtype or shape, or unless `sent` and `received` have
+            a count >= 0 for each of `size` ranks that add up to the rows of `buffer` and of `out`.
         """
         buffer = self.buffer
         out = self.out

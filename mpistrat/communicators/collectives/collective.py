@@ -29,7 +29,7 @@ class Collective(abc.ABC):
     Attributes:
         name: the collective's name, as of the method of `Communicator`.
         buffer: this rank's input.
-        label: words that must be equal on all ranks.
+        label: words that must be equal on all ranks. A reduction has its own label.
         sizes_differ: whether the ranks' buffers may have different shapes, so that no rank knows the others' sizes.
         compressor: adds up the values in fewer bytes; None where nothing is added up, or where nothing is compressed.
     """
@@ -69,7 +69,7 @@ class Collective(abc.ABC):
         return (self.label,)
 
     def can_slice(self) -> bool:
-        """Whether the ranks can make this call through shared memory, where each combines one slice of all buffers."""
+        """Whether the ranks can combine slices of the buffers themselves, without MPI's reductions."""
         return True
 
     def small_form(self, slots: SharedSlots) -> SmallCall | None:

@@ -18,8 +18,9 @@ class Reduce(Reducing):
     """Combine the `buffer` of all ranks into the root's: see `Communicator.reduce`.
 
     Attributes:
-        buffer: this rank's input; on the root, also the result. It is not scaled: the communicator does that.
-        reduction: how elements are combined.
+        buffer: this rank's input; on the root, also the result.
+        reduction: how elements are combined. Transports use `reduction.plain`: the communicator multiplies by the
+            scale, and nothing is compressed.
         root: the rank that gets the result.
     """
 

@@ -22,8 +22,9 @@ class ReduceScatter(Reducing):
 
     Attributes:
         buffer: this rank's input.
-        reduction: how elements are combined.
-        out: gets this rank's part. It is not scaled: the communicator does that.
+        reduction: how elements are combined. Transports use `reduction.plain`: the communicator multiplies by the
+            scale, and nothing is compressed.
+        out: gets this rank's part.
     """
 
     name: ClassVar[str] = "reduce_scatter"
@@ -38,9 +39,12 @@ class ReduceScatter(Reducing):
         return ReduceScatter, self.reduction.agreed, kind
 
     def check(self, size: int) -> None:
+        """Raises: ValueError also unless `buffer` has `size` times as many rows as `out`, and the same dtype."""
         buffer = self.buffer
         out = self.out
-        Reducing.check(self, size)
+        Reducing.check(
+            self, size
+        )  # `super` does not know the class that `slots=True` has made anew
         expected: tuple[int, ...] = (size,)
         if out.ndim:
             rows, *row_shape = out.shape
@@ -77,10 +81,7 @@ class SmallReduceScatter(SmallReduction):
         shape = tuple(collective.out.shape)
         length = shape[0] if shape else 1
         rows = slice(slots.rank * length, (slots.rank + 1) * length)
-        even, odd = self.pieces
-        even = [piece[rows].reshape(shape) for piece in even]
-        odd = [piece[rows].reshape(shape) for piece in odd]
-        self._parts = even, odd
+        self._parts = [[piece[rows].reshape(shape) for piece in pieces] for pieces in self.pieces]
 
     def payload(self, collective: ReduceScatter) -> Any:
         collective.out = self.how.elements(collective.out)

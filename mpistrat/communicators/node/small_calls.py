@@ -68,6 +68,8 @@ class SmallReduction(SmallCall):
         buffer: a buffer of the dtype and shape of all calls.
 
     Attributes:
+        rank: this rank's number.
+        how: the argument `how`.
         pieces: for even and for odd calls, the slots as arrays of the dtype and shape.
     """
 

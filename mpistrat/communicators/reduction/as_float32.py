@@ -1,4 +1,4 @@
-"""All-reduces of floats of 16 and 8 bits: they are combined as float32, and rounded once."""
+"""All-reduces by sums in place of a transport. They combine floats of 16 and 8 bits as float32, and round them once."""
 
 from __future__ import annotations
 

@@ -41,33 +41,10 @@ _SMALLEST_IN_SLICES = 1 << 15
 _WHOLE = 1 << 15
 
 
-def all_reduce_by_tree(mpi: MpiTransport, collective: AllReduceByTree) -> None:
-    """Add up the sums of all ranks in the tree's order. Collective.
-
-    Each rank adds up one slice and sends it to all ranks; small sums are added up as a whole on each rank.
-    """
-    comm = mpi.comm
-    factor = collective.reduction.scale
-    how = collective.how()
-    held = [len(parts) for parts in collective.tree.held]
-    memory = bytes_of(collective.buffer).reshape(held[comm.rank], -1)
-    nbytes = memory.shape[1]
-    if not nbytes:
-        return
-    if nbytes * comm.size > _WHOLE:
-        _all_reduce_in_slices(comm, how, list(memory), held, memory[0], factor)
-        return
-    gathered = np.empty((sum(held), nbytes), np.uint8)
-    if collective.tree.one_each:
-        comm.Allgather(memory, gathered)
-    else:
-        comm.Allgatherv(memory, [gathered, [number * nbytes for number in held]])
-    pieces = [how.view(piece) for piece in gathered]
-    how.combine(pieces, how.view(memory[0]), factor)
-
-
 class MpiTransport(Transport):
-    """Moves buffers by MPI's own messages. It takes every call, so a router asks it last; other transports use it, too.
+    """Moves buffers by MPI's own messages. It takes every collective, so a router asks it last.
+
+    Other transports use it, too.
 
     Args:
         comm: an mpi4py communicator that nobody else uses.
@@ -106,6 +83,30 @@ class MpiTransport(Transport):
             source = view_of(buffer)
         self.comm.Allreduce(source, view_of(target), op)
         scale(target, reduction.scale)
+
+    def all_reduce_by_tree(self, collective: AllReduceByTree) -> None:
+        """Add up the sums of all ranks in the tree's order. Collective.
+
+        Each rank adds up one slice and sends it to all ranks; small sums are added up as a whole on each rank.
+        """
+        comm = self.comm
+        factor = collective.reduction.scale
+        how = collective.how()
+        held = [len(parts) for parts in collective.tree.held]
+        memory = bytes_of(collective.buffer).reshape(held[comm.rank], -1)
+        nbytes = memory.shape[1]
+        if not nbytes:
+            return
+        if nbytes * comm.size > _WHOLE:
+            _all_reduce_in_slices(comm, how, list(memory), held, memory[0], factor)
+            return
+        gathered = np.empty((sum(held), nbytes), np.uint8)
+        if collective.tree.one_each:
+            comm.Allgather(memory, gathered)
+        else:
+            comm.Allgatherv(memory, [gathered, [number * nbytes for number in held]])
+        pieces = [how.view(piece) for piece in gathered]
+        how.combine(pieces, how.view(memory[0]), factor)
 
     def reduce(self, collective: Reduce) -> None:
         buffer = collective.buffer

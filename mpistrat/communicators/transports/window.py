@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -53,7 +53,7 @@ MPI = "MPI"
 class BlocksTransport(Transport):
     """Moves buffers through `blocks`, the shared memory of a node's ranks.
 
-    Called by: `WindowTransport`, for the sizes that move faster this way than by MPI.
+    Called by: `WindowTransport`, for the collectives of `moves`, and the sizes that move faster this way than by MPI.
     """
 
     def __init__(self, blocks: Blocks, size: int) -> None:
@@ -266,8 +266,9 @@ class WindowTransport(Transport, NodeMemory):
     def choose(self, collective: Collective) -> Move | None:
         if collective.sizes_differ:
             return super().choose(collective)  # the ranks compare their sizes first
+        move = BlocksTransport.moves.get(collective.__class__)
         nbytes = collective.buffer.nbytes
-        if nbytes < SMALLEST or not collective.can_slice():
+        if move is None or nbytes < SMALLEST or not collective.can_slice():
             return None
         if self._by_blocks is None:
             self.shared_blocks()
@@ -280,11 +281,15 @@ class WindowTransport(Transport, NodeMemory):
             and isinstance(collective, AllReduce)
             and window.find(collective.buffer, collective.out)
         ):
-            scale = collective.reduction.scale
-            return lambda call: window.all_reduce(call.how(), nbytes, scale)
+            return self._all_reduce_in_window
         if bisect.bisect_right(self.borders, nbytes) % 2 == 0:
             return None
-        return MethodType(by_blocks.moves[collective.__class__], by_blocks)
+        return MethodType(move, by_blocks)
+
+    def _all_reduce_in_window(self, collective: AllReduce) -> None:
+        window: Any = self.window  # `choose` has found the buffers there
+        nbytes = collective.buffer.nbytes
+        window.all_reduce(collective.how(), nbytes, collective.reduction.scale)
 
     def all_gather(self, collective: AllGather) -> list[Array]:
         buffer = collective.buffer

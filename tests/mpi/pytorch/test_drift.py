@@ -300,7 +300,7 @@ def test_a_module_that_is_made_in_run(strategy: ms.Strategy) -> None:
     raised_everywhere(lambda: strategy.run(step), "Linear.", "made inside run", "in strategy.scope")
     # Once it is mirrored it is as any other.
     strategy.mirror(made["model"])
-    strategy.extended.modules.rule.ask_for("mean", "the test", warn=False)
+    strategy.extended.modules.parts.rule.ask_for("mean", "the test", warn=False)
     strategy.run(step)
     total = sum(examples(rank).sum() for rank in range(SIZE))
     assert total.isfinite()

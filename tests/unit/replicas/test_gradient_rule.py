@@ -46,7 +46,7 @@ def step(requires_grad, global_batch_size=None):
 
 def test_a_loss_of_a_strategy_decides_unless_it_is_an_evaluation():
     strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
-    rule = strategy.extended.modules.rule
+    rule = strategy.extended.modules.parts.rule
     strategy.run(step, args=(False,))
     assert "undecided" in str(rule)
     strategy.run(step, args=(True,))

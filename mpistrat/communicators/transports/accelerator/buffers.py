@@ -139,18 +139,18 @@ class DeviceTransport(Transport):
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         wait_until(lambda: library.is_done(event), self._watch)
 
-    def _on_this_gpu(self, buffer: Array, collective: Callable[[Array], None]) -> None:
+    def _on_this_gpu(self, buffer: Array, change: Callable[[Array], None]) -> None:
         library = self.library(buffer)
         here = library.here(buffer)
         with library.device():
-            collective(here)
+            change(here)
         if here is not buffer:
             buffer[...] = to_device_of(to_host(here), buffer)
 
 
-def _change_on_host(buffer: Array, collective: Callable[[Array], None]) -> None:
+def _change_on_host(buffer: Array, change: Callable[[Array], None]) -> None:
     host = to_host(buffer)
-    collective(host)
+    change(host)
     buffer[...] = to_device_of(host, buffer)
 
 
