@@ -1,10 +1,10 @@
 """The strategy and the replica in force on each thread.
 
-Every thread has a stack of modes; the last mode is in force. A mode has a strategy, and inside `run` also a replica
-context. A mode without a replica context is cross-replica: inside `scope()`, and inside the function of a `merge_call`.
-Inside `replica()` the mode has a replica context, but the program may also call everything of the cross-replica
-context. If a thread's stack is empty, the thread is at top level: the default strategy is in force, in its replica
-context.
+Every thread has a stack of modes; the last mode is in force. A mode has a strategy and its replicas, and inside `run`
+also a replica context. A mode without a replica context is cross-replica: inside `scope()`, and inside the function of
+a `merge_call`. Inside `replica()` the mode has a replica context, but the program may also call everything of the
+cross-replica context. If a thread's stack is empty, the thread is at top level: the default strategy is in force, in
+its replica context.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Mode(NamedTuple):
     """An entry of a thread's stack: the strategy in force, and the replica that the thread runs.
 
     Attributes:
-        strategy: a handle, to pass on, to compare and to print.
-        replicas: the strategy's `Replicas` on this rank: the steps, the modules and the collectives of its replicas.
+        strategy: the strategy in force.
+        replicas: its `Replicas` on this rank: the steps, the modules and the collectives of its replicas.
         replica_context: the running replica's context; None in the cross-replica context.
         in_block: whether `Strategy.replica()` has made the entry; False for an entry of `run` or `scope()`.
     """

@@ -96,8 +96,10 @@ def _local_replica(replicas: Replicas) -> int:
     """
     num_local = replicas.group.num_local_replicas
     mode = current_mode()
-    context = mode.replica_context if mode.replicas is replicas else None
-    if context is None:
+    context = None
+    if mode.replicas is replicas:
+        context = mode.replica_context
+    else:
         require_cross_replica(replicas.strategy, "shard")
     if num_local == 1:
         return 0

@@ -26,6 +26,8 @@ class ReplicaContext:
         strategy: the strategy that runs the replica.
         replica_id_in_sync_group: the replica's number among all replicas of all ranks; None if it is not known yet.
         local_index: the replica's number among the replicas of this rank.
+    Attributes:
+        replicas: the `Replicas` that run this replica; None for a context that no strategy has made.
     Raises: ValueError if `replica_id_in_sync_group` is neither an integer nor None.
 
     Example:
@@ -53,10 +55,14 @@ class ReplicaContext:
         self._strategy = strategy
         self._replica_id = replica_id
         self.local_index = local_index
-        self.replicas: Any = None  # the `Replicas` that run this replica; they set it
+        self.replicas: Any = None
 
     def __str__(self) -> str:
         return f"replica {self.replica_id_in_sync_group}"
+
+    def __deepcopy__(self, memo: Any) -> ReplicaContext:
+        """Return the context itself: a module that keeps it may be copied."""
+        return self
 
     @property
     def strategy(self) -> Any:

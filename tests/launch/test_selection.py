@@ -81,7 +81,7 @@ def test_a_home_that_cannot_be_written(launcher: Launcher, tmp_path: Path, progr
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_it_takes_less_than_a_second(launcher: Launcher, program: Path, ranks: int) -> None:
-    """Though ranks outnumber cores; the best of some, for other programs run beside the tests."""
+    """Though ranks outnumber cores; the best of eight, for other programs run beside the tests."""
     assert best_of_eight(launcher, program, ranks, {}) < 1
 
 

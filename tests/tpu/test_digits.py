@@ -74,6 +74,7 @@ def test_two_ranks_learn_to_read(mpi: str) -> None:
     assert "test_step: 1 graph for float32[180,1,8,8], int64[180]\n" in trained.output
 
 
+@pytest.mark.time_limit(930)
 def test_an_epoch_is_that_of_ranks_without_xla() -> None:
     hosts = train("MPICH", 2, ONE_EPOCH)
     ranks = train("MPICH", 2, *TPU, ONE_EPOCH)

@@ -1,6 +1,7 @@
 """Who is in force on a thread."""
 
 import concurrent.futures
+import copy
 import threading
 
 import pytest
@@ -96,3 +97,11 @@ def test_a_refused_strategy_leaves_the_set_one_in_force(strategy):
     finally:
         ms.experimental_set_strategy(None)
     assert not ms.has_strategy()
+
+
+def test_a_context_that_a_module_keeps_is_copied_with_it(strategy):
+    with strategy.scope():
+        copies = strategy.run(lambda: copy.deepcopy([ms.get_replica_context()])[0].local_index)
+    assert strategy.experimental_local_results(copies) == (0, 1)
+    context = ms.get_replica_context()
+    assert copy.deepcopy({"kept": context})["kept"] is context

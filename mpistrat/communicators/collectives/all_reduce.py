@@ -97,9 +97,8 @@ class AllReduce(Reducing):
         """Raises: ValueError also unless `out` has the shape and dtype of `buffer`."""
         buffer = self.buffer
         out = self.target
-        Reducing.check(
-            self, size
-        )  # `super` does not know the class that `slots=True` has made anew
+        # `super` does not know the class that `slots=True` has made anew
+        Reducing.check(self, size)
         if (out.shape, out.dtype) != (buffer.shape, buffer.dtype):
             raise ValueError(
                 f"out must be {described(buffer)}, like the buffer, got {described(out)}"

@@ -19,8 +19,8 @@ class Reduce(Reducing):
 
     Attributes:
         buffer: this rank's input; on the root, also the result.
-        reduction: how elements are combined. Transports use `reduction.plain`: the communicator multiplies by the
-            scale, and nothing is compressed.
+        reduction: how elements are combined. Transports use its operation alone: the communicator multiplies by
+            the scale, and nothing is compressed.
         root: the rank that gets the result.
     """
 

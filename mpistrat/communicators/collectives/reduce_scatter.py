@@ -22,8 +22,8 @@ class ReduceScatter(Reducing):
 
     Attributes:
         buffer: this rank's input.
-        reduction: how elements are combined. Transports use `reduction.plain`: the communicator multiplies by the
-            scale, and nothing is compressed.
+        reduction: how elements are combined. Transports use its operation alone: the communicator multiplies by
+            the scale, and nothing is compressed.
         out: gets this rank's part.
     """
 
@@ -42,9 +42,8 @@ class ReduceScatter(Reducing):
         """Raises: ValueError also unless `buffer` has `size` times as many rows as `out`, and the same dtype."""
         buffer = self.buffer
         out = self.out
-        Reducing.check(
-            self, size
-        )  # `super` does not know the class that `slots=True` has made anew
+        # `super` does not know the class that `slots=True` has made anew
+        Reducing.check(self, size)
         expected: tuple[int, ...] = (size,)
         if out.ndim:
             rows, *row_shape = out.shape

@@ -95,3 +95,14 @@ def test_the_default_strategy_has_inputs_too():
     counter = itertools.count()
     iterator = default.make_input_fn_iterator(lambda context: lambda: np.asarray(next(counter)))
     assert [int(iterator.get_next()) for _ in range(3)] == [0, 1, 2]
+
+
+def test_the_default_strategy_shards():
+    """Its replicas are those of the strategy outside every scope."""
+    default, whole = v1.get_strategy(), np.arange(3)
+    assert default.shard(whole).tolist() == [0, 1, 2]
+    with default.scope():
+        assert default.shard(whole).tolist() == [0, 1, 2]
+    assert default.run(lambda: default.shard(whole)).tolist() == [0, 1, 2]
+    with default.replica():
+        assert default.shard(whole).tolist() == [0, 1, 2]
