@@ -233,6 +233,8 @@ def test_what_is_no_operand(window):
                 wrong()
     with pytest.raises(ValueError, match="expected a C-contiguous buffer"):
         window.all_reduce(np.asfortranarray(square))
+    with pytest.raises(ValueError, match="expected a C-contiguous buffer"):
+        window.all_reduce(square, out=np.asfortranarray(square))
     with pytest.raises(Exception, match=r"[Bb]yte order|[Ii]nvalid|dtype"):
         window.all_reduce(np.ones((500, 500), ">f4"))
     again = np.ones(100_000, np.float32)

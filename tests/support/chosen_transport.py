@@ -8,7 +8,7 @@ from mpistrat.communicators.collectives.all_reduce import AllReduce
 
 
 def chosen_transport(communicator: Any, buffer: Any) -> Any:
-    """Of a sum of `buffer` over all ranks. Called by: all of them."""
+    """Return the transport that moves a sum of `buffer` over all ranks. Called by: every rank."""
     transports = communicator.transports
     collective = AllReduce(buffer)
     moves = (transport.choose(collective) for transport in (*transports.preferred, transports.mpi))

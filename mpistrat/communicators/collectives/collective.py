@@ -5,14 +5,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from mpistrat.arrays import (
-    Array,
-    dtype_name,
-    is_cupy,
-    is_on_accelerator,
-    is_on_xla,
-    is_torch,
-)
+from mpistrat.arrays import Array, dtype_name, is_cupy, is_on_accelerator, is_on_xla, is_torch
 from mpistrat.communicators.reduction import Compressor
 
 if TYPE_CHECKING:

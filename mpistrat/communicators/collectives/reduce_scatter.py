@@ -7,10 +7,7 @@ from typing import Any, ClassVar
 
 from mpistrat.arrays import Array, copy, dtype_name
 from mpistrat.communicators.collectives.all_reduce import AllReduce, Reducing
-from mpistrat.communicators.collectives.collective import (
-    Mover,
-    described,
-)
+from mpistrat.communicators.collectives.collective import Mover, described
 from mpistrat.communicators.node.slots import LARGEST, SharedSlots
 from mpistrat.communicators.node.small_calls import SmallReduction
 from mpistrat.communicators.reduction import Reduction

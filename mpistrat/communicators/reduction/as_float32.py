@@ -1,4 +1,4 @@
-"""All-reduces by sums in place of a transport. They combine floats of 16 and 8 bits as float32, and round them once."""
+"""All-reduces by a function that combines in place: with an `out`, a scale, and floats of 16 and 8 bits as float32."""
 
 from __future__ import annotations
 
